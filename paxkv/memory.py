@@ -1,0 +1,196 @@
+"""What the three memories have in common: one interface, so that they differ in nothing else.
+
+A memory is a static description (hashable, so a jitted function is compiled once for it) and a state. Its
+methods are pure functions of the state; they allocate, they never touch the data. Memory is counted in the
+units in which a memory hands it out (blocks, page groups, reserved ranges), and the scheduler only ever
+compares units of the same memory.
+"""
+
+import dataclasses
+import typing
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int32
+
+from paxkv.seqs import Seqs
+
+State = TypeVar("State")
+
+
+class Ask(NamedTuple):
+    """What a request wants from memory when it asks to be admitted."""
+
+    known_tokens: Int32[Array, ""]  # prompt, and what it had generated before it was preempted
+    prompt_tokens: Int32[Array, ""]
+    final_tokens: Int32[Array, ""]  # prompt and output when it ends: only an oracle may reserve by it
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """Where the slots of a memory are, in tokens. The four kinds add up to its capacity.
+
+    The kinds are those of PagedAttention (SOSP'23), section 3.1: `reserved` slots will be filled by their owner
+    later, `internal` ones belong to a request that ends before it fills them, and `external` is all the rest: free,
+    lost to rounding, or held by nobody.
+    """
+
+    tokens: jax.Array  # i32[]; slots that hold a token
+    reserved: jax.Array  # i32[]
+    internal: jax.Array  # i32[]
+    external: jax.Array  # i32[]
+    allocated: jax.Array  # i32[]; slots that no other request can have now, rounding included
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class MapCalls:
+    """Calls into the virtual-memory driver since the start. Paged and reserved memory make none."""
+
+    sync: jax.Array  # i32[]; maps that a step had to wait for
+    background: jax.Array  # i32[]; maps made ahead, beside the computation
+    unmap: jax.Array  # i32[]
+
+
+def no_map_calls() -> MapCalls:
+    """A count of zero."""
+    return MapCalls(sync=jnp.int32(0), background=jnp.int32(0), unmap=jnp.int32(0))
+
+
+class KVMemory(Protocol[State]):
+    """A way to hand out the slots of a KV cache to at most `rows` sequences of at most `max_len` tokens."""
+
+    @property
+    def rows(self) -> int:
+        """Most sequences in flight."""
+        ...
+
+    @property
+    def max_len(self) -> int:
+        """Most tokens of one sequence."""
+        ...
+
+    @property
+    def num_slots(self) -> int:
+        """Slots of the KV arrays: the first axis of every layer of a `KVCache`."""
+        ...
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that the memory budget pays for; less than `num_slots` where addresses are only virtual."""
+        ...
+
+    @property
+    def num_units(self) -> int:
+        """Units that the budget pays for."""
+        ...
+
+    def init(self) -> State:
+        """The empty memory."""
+        ...
+
+    def seqs(self, state: State) -> Seqs:
+        """The sequences in flight."""
+        ...
+
+    def admit(self, state: State, ask: Ask) -> tuple[State, Int32[Array, ""], Int32[Array, ""]]:
+        """Finds a row for a request, and room for all tokens it already has.
+
+        Returns:
+          The state, the row (`rows` if none) and the `Outcome`: `OK`, `LATER` or `NEVER`. Unless it is `OK`, nothing
+          changed.
+        """
+        ...
+
+    def demand(self, state: State, new_lengths: Int32[Array, " rows"]) -> Int32[Array, " rows"]:
+        """Units each sequence must newly get before it can hold `new_lengths` tokens."""
+        ...
+
+    def held(self, state: State) -> Int32[Array, " rows"]:
+        """Units each sequence would give back if it were released."""
+        ...
+
+    def available(self, state: State) -> Int32[Array, ""]:
+        """Units that the sequences in flight can still get without a release."""
+        ...
+
+    def append(
+        self, state: State, new_tokens: Int32[Array, " rows"], max_new_tokens: int
+    ) -> tuple[State, Int32[Array, ""]]:
+        """Makes room for new tokens and counts them as stored: all sequences are served, or none.
+
+        `max_new_tokens` is a static bound of each entry of `new_tokens`.
+
+        Returns:
+          The state and the `Outcome`: `OK`, `OUT_OF_BLOCKS` or `OUT_OF_RANGE`; the last two are also recorded as faults,
+          since a scheduler that compared `demand` with `available` never sees them.
+        """
+        ...
+
+    def release(self, state: State, rows: Bool[Array, " rows"]) -> State:
+        """Takes back everything that the masked sequences hold."""
+        ...
+
+    def background(self, state: State) -> State:
+        """What the memory does while the model computes: vAttention maps ahead."""
+        ...
+
+    def slots(
+        self, state: State, row: Int32[Array, " tokens"], position: Int32[Array, " tokens"]
+    ) -> Int32[Array, " tokens"]:
+        """Where each token's key and value lie; `num_slots` for a row or a position that has no slot."""
+        ...
+
+    def attend(
+        self,
+        state: State,
+        q: Float[Array, "tokens q_heads head_dim"],
+        k: Float[Array, "slots kv_heads head_dim"],
+        v: Float[Array, "slots kv_heads head_dim"],
+        cu_q_lens: Int32[Array, " rows_and_one"],
+        *,
+        max_q_len: int,
+        backend: str | Sequence[str] | None = None,
+    ) -> Float[Array, "tokens q_heads head_dim"]:
+        """Causal attention of a ragged batch, row by row, over what each row has stored."""
+        ...
+
+    def request_slots(self, state: State) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
+        """Slots each request was given, and slots that are thereby out of reach of others (at least as many)."""
+        ...
+
+    def owners(self, state: State) -> Int32[Array, " units"]:
+        """The row that holds each unit, `rows` for a free one: a picture of the memory, one cell a unit."""
+        ...
+
+    def map_calls(self, state: State) -> MapCalls:
+        """Driver calls since the start."""
+        ...
+
+
+def usage(memory: KVMemory[Any], state: Any, final_lengths: Int32[Array, " rows"]) -> Usage:
+    """Splits the capacity of `memory` into tokens and three kinds of waste.
+
+    Args:
+      memory: the memory.
+      state: its state.
+      final_lengths: tokens that each sequence will have stored when it ends; ignored for free rows.
+    """
+    seqs = memory.seqs(state)
+    given, taken = memory.request_slots(state)
+    fillable = jnp.minimum(given, jnp.maximum(final_lengths, seqs.lengths))
+    tokens = jnp.sum(jnp.where(seqs.active, seqs.lengths, 0))
+    reserved = jnp.sum(jnp.where(seqs.active, fillable - seqs.lengths, 0))
+    internal = jnp.sum(jnp.where(seqs.active, given - fillable, 0))
+    return Usage(
+        tokens=tokens,
+        reserved=reserved,
+        internal=internal,
+        external=memory.capacity - tokens - reserved - internal,
+        allocated=jnp.sum(jnp.where(seqs.active, taken, 0)),
+    )

@@ -1,0 +1,69 @@
+"""The sequences in flight, as every memory keeps them: who holds a row, and how far it has come."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from paxkv.outcomes import Faults, Outcome, no_faults, record
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Seqs:
+    """One row per sequence. A free row is all zero: nothing of its last owner stays behind."""
+
+    active: jax.Array  # bool[rows]; the row belongs to a sequence
+    lengths: jax.Array  # i32[rows]; tokens whose keys and values are stored
+    promised: jax.Array  # i32[rows]; tokens that admission granted, stored yet or not
+    faults: Faults
+
+
+def init_seqs(rows: int) -> Seqs:
+    """`rows` free rows."""
+    zeros = jnp.zeros(rows, jnp.int32)
+    return Seqs(
+        active=jnp.zeros(rows, jnp.bool), lengths=zeros, promised=jnp.zeros_like(zeros), faults=no_faults(rows)
+    )
+
+
+def lowest_free_row(seqs: Seqs) -> tuple[Int32[Array, ""], Bool[Array, ""]]:
+    """The free row with the lowest id, and whether there is one (if not, the id is the number of rows)."""
+    rows = seqs.active.shape[0]
+    exists = ~jnp.all(seqs.active)
+    return jnp.where(exists, jnp.argmin(seqs.active).astype(jnp.int32), jnp.int32(rows)), exists
+
+
+def occupy(seqs: Seqs, row: Int32[Array, ""], promised: Int32[Array, ""], ok: Bool[Array, ""]) -> Seqs:
+    """Gives `row` to a sequence that was promised room for `promised` tokens; nothing happens unless `ok`."""
+    at = jnp.where(ok, row, seqs.active.shape[0])
+    return dataclasses.replace(
+        seqs,
+        active=seqs.active.at[at].set(True, mode="drop"),
+        promised=seqs.promised.at[at].set(promised, mode="drop"),
+    )
+
+
+def check_append(seqs: Seqs, new_tokens: Int32[Array, " rows"], max_len: int) -> Bool[Array, " rows"]:
+    """Rows whose request to grow is malformed: a negative count, a free row, or past `max_len`."""
+    grown = seqs.lengths + new_tokens
+    return (new_tokens < 0) | (grown > max_len) | ((new_tokens > 0) & ~seqs.active)
+
+
+def vacate(seqs: Seqs, rows: Bool[Array, " rows"]) -> tuple[Seqs, Bool[Array, " rows"]]:
+    """Frees the masked rows; releasing a row that is free already is recorded as a double free.
+
+    Returns:
+      The sequences and the mask of rows that really were released.
+    """
+    released = rows & seqs.active
+    kept = ~released
+    return Seqs(
+        active=seqs.active & kept,
+        lengths=jnp.where(kept, seqs.lengths, 0),
+        promised=jnp.where(kept, seqs.promised, 0),
+        faults=record(seqs.faults, Outcome.DOUBLE_FREE, rows & ~seqs.active),
+    ), released
