@@ -25,7 +25,7 @@ class Ask(NamedTuple):
 
     known_tokens: Int32[Array, ""]  # prompt, and what it had generated before it was preempted
     prompt_tokens: Int32[Array, ""]
-    final_tokens: Int32[Array, ""]  # prompt and output when it ends: only an oracle may reserve by it
+    final_tokens: Int32[Array, ""]  # prompt and output when it ends; NEVER if longer than a sequence may be
 
 
 @typing.no_type_check
@@ -62,6 +62,7 @@ def no_map_calls() -> MapCalls:
     return MapCalls(sync=jnp.int32(0), background=jnp.int32(0), unmap=jnp.int32(0))
 
 
+@typing.runtime_checkable
 class KVMemory(Protocol[State]):
     """A way to hand out the slots of a KV cache to at most `rows` sequences of at most `max_len` tokens."""
 

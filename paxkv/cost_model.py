@@ -1,0 +1,49 @@
+"""The engine's clock: what a step costs in modelled time.
+
+Decisions must not depend on how fast this machine happens to be, or a run could not be repeated. So requests
+arrive, and steps pass, on a clock that an affine model drives; wall-clock time is measured beside it.
+"""
+
+import dataclasses
+
+import jax
+from jaxtyping import Array, Int32
+
+from paxkv.requests import TICK_US
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class StepCost:
+    """Nanoseconds of a step: integers, so that the clock is exact on every machine.
+
+    `map_call_ns` is paid for the driver calls that a step has to wait for; those made in the background are
+    free, which is the claim of vAttention (ASPLOS'25), section 6. Its 40 microseconds are cuMemMap with
+    cuMemSetAccess on a 2 MiB page, as measured there.
+    """
+
+    step_ns: int = 5_000_000  # reading the weights, launching the kernels
+    token_ns: int = 20_000  # each token that is computed
+    kv_token_ns: int = 20  # each stored token that attention reads
+    map_call_ns: int = 40_000
+
+
+def step_ticks(
+    cost: StepCost, tokens: Int32[Array, ""], kv_tokens: Int32[Array, ""], sync_map_calls: Int32[Array, ""]
+) -> Int32[Array, ""]:
+    """Modelled duration of a step in ticks, rounded up.
+
+    Args:
+      cost: the model's parameters.
+      tokens: tokens computed in the step.
+      kv_tokens: stored tokens read, summed over the sequences that compute anything.
+      sync_map_calls: driver calls the step waits for.
+    """
+    ns = (
+        cost.step_ns
+        + cost.token_ns * tokens
+        + cost.kv_token_ns * kv_tokens
+        + cost.map_call_ns * sync_map_calls
+    )
+    tick_ns = 1000 * TICK_US
+    return (ns + (tick_ns - 1)) // tick_ns

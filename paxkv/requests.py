@@ -1,0 +1,142 @@
+"""Requests: what was asked for, and how far each has come."""
+
+import dataclasses
+import enum
+import typing
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+TICK_US = 10  # the unit of the engine's clock; i32 ticks of 10 microseconds last almost six hours
+
+
+class Status(enum.IntEnum):
+    """Where a request stands."""
+
+    WAITING = 0  # not arrived, queued, or preempted
+    RUNNING = 1
+    ENDED = 2
+
+
+class Reason(enum.IntEnum):
+    """Why a request ended."""
+
+    NONE = 0  # it has not
+    LENGTH = 1  # it generated what it asked for
+    STOP_TOKEN = 2
+    MAX_MODEL_LEN = 3  # prompt and output reached the longest sequence the memory can hold
+    REFUSED_TOO_LONG = 4  # the prompt leaves no room for a single output token
+    REFUSED_NEVER_FITS = 5  # more memory than there is, even if it ran alone
+    NO_OUTPUT = 6  # it asked for no token
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Requests:
+    """A workload on the device, in order of arrival. Nothing here changes while it runs."""
+
+    prompts: jax.Array  # i32[requests, max_prompt]; 0 beyond a prompt's end
+    prompt_lens: jax.Array  # i32[requests]
+    output_lens: jax.Array  # i32[requests]; tokens to generate
+    arrivals: jax.Array  # i32[requests]; ticks, ascending
+    temperatures: jax.Array  # f32[requests]; 0 is greedy
+    keys: jax.Array  # key[requests]; each request's own stream, whoever runs beside it
+    stop_token: int = dataclasses.field(metadata={"static": True}, default=-1)  # -1: none
+
+    @property
+    def count(self) -> int:
+        """Number of requests; also the sentinel for "no request"."""
+        return self.prompt_lens.shape[0]
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """What became of each request. Times are ticks of the engine's clock, -1 for "never"."""
+
+    status: jax.Array  # i32[requests]; Status
+    reason: jax.Array  # i32[requests]; Reason
+    generated: jax.Array  # i32[requests]; output tokens so far
+    admitted_at: jax.Array  # i32[requests]; when it first got a row
+    first_token_at: jax.Array  # i32[requests]
+    ended_at: jax.Array  # i32[requests]
+    preemptions: jax.Array  # i32[requests]
+
+
+def init_progress(requests: int) -> Progress:
+    """Nobody has started."""
+    zeros, never = np.zeros(requests, np.int32), np.full(requests, -1, np.int32)
+    return Progress(
+        status=jnp.array(zeros),
+        reason=jnp.array(zeros),
+        generated=jnp.array(zeros),
+        admitted_at=jnp.array(never),
+        first_token_at=jnp.array(never),
+        ended_at=jnp.array(never),
+        preemptions=jnp.array(zeros),
+    )
+
+
+def make_requests(
+    prompts: np.ndarray,
+    prompt_lens: np.ndarray,
+    output_lens: np.ndarray,
+    arrival_ms: np.ndarray,
+    *,
+    seed: int,
+    temperature: float = 0.0,
+    stop_token: int = -1,
+) -> Requests:
+    """Puts a workload on the device.
+
+    Args:
+      prompts: i32[requests, max_prompt], token ids.
+      prompt_lens: i32[requests], at least 1.
+      output_lens: i32[requests], at least 0.
+      arrival_ms: f64[requests], ascending from 0 or later.
+      seed: of the sampling keys; request i samples from `fold_in(key(seed), i)`.
+      temperature: of every request; 0 is greedy.
+      stop_token: a token that ends a request, -1 for none.
+
+    Raises:
+      ValueError: if shapes disagree, a length is out of range, or arrivals are unsorted or beyond the clock.
+    """
+    count = len(prompt_lens)
+    if count == 0:
+        raise ValueError("requests: expected at least one, got none; does the workload's filter drop every row?")
+    for name, array in (("output_lens", output_lens), ("arrival_ms", arrival_ms), ("prompts", prompts)):
+        if len(array) != count:
+            raise ValueError(f"{name}: expected {count} entries, one for each of prompt_lens, got {len(array)}")
+    if prompts.ndim != 2 or not (1 <= prompt_lens.min() and prompt_lens.max() <= prompts.shape[1]):
+        raise ValueError(
+            f"prompt_lens: expected 1 to {prompts.shape[-1]} (the width of prompts), got "
+            f"{prompt_lens.min()} to {prompt_lens.max()}"
+        )
+    if output_lens.min() < 0:
+        raise ValueError(f"output_lens: expected 0 or more, got {output_lens.min()}")
+    if temperature < 0:
+        raise ValueError(f"temperature: expected 0 (greedy) or more, got {temperature}")
+    ticks = np.round(np.asarray(arrival_ms, np.float64) * 1000 / TICK_US)
+    if not np.all(np.diff(ticks) >= 0) or not 0 <= ticks[0] or not ticks[-1] < 2**30:
+        raise ValueError(
+            f"arrival_ms: expected ascending times from 0 to {2**30 * TICK_US // 1000}, got {arrival_ms[0]} to "
+            f"{arrival_ms[-1]}; sort the workload, or shorten it with its time scale"
+        )
+    key = jax.random.key(seed)
+    return Requests(
+        prompts=jnp.asarray(prompts, jnp.int32),
+        prompt_lens=jnp.asarray(prompt_lens, jnp.int32),
+        output_lens=jnp.asarray(output_lens, jnp.int32),
+        arrivals=jnp.asarray(ticks, jnp.int32),
+        temperatures=jnp.full(count, temperature, jnp.float32),
+        keys=jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count)),
+        stop_token=stop_token,
+    )
+
+
+def final_lengths(requests: Requests, max_len: int) -> jax.Array:
+    """Prompt and output of each request when it ends by itself, i32[requests], never more than `max_len`."""
+    return jnp.minimum(requests.prompt_lens + requests.output_lens, max_len)
