@@ -37,9 +37,7 @@ def init_block_pool(num_blocks: int) -> BlockPool:
     )
 
 
-def take(
-    pool: BlockPool, wanted: Bool[Array, " n"]
-) -> tuple[BlockPool, Int32[Array, " n"], Bool[Array, ""]]:
+def take(pool: BlockPool, wanted: Bool[Array, " n"]) -> tuple[BlockPool, Int32[Array, " n"], Bool[Array, ""]]:
     """Takes one block for each wanted place, all of them or none.
 
     Returns:

@@ -1,8 +1,8 @@
 """How much fits: blocks, tokens and requests in a memory budget, and what is wasted. Exact, without floats.
 
 Counts are Python ints, ratios are `fractions.Fraction`. A concurrency is returned as the exact ratio; its
-`math.floor` is the number of whole requests. Flooring once or at each step gives the same count, because
-floor(floor(a / b) / c) = floor(a / (b * c)) for whole b and c.
+`math.floor` is the number of whole requests. Where every request needs the same whole blocks, rounding the pool
+down to blocks first changes nothing: floor(floor(a / b) / c) = floor(a / (b * c)) for whole b and c.
 """
 
 import dataclasses
@@ -103,9 +103,7 @@ def plan_blocks(
             f"budget_bytes must hold a block of {block_bytes} bytes, got {budget_bytes}; "
             f"use more memory or a smaller block_size"
         )
-    return BlockPlan(
-        num_blocks=num_blocks, block_size=block_size, block_bytes=block_bytes, budget_bytes=budget_bytes
-    )
+    return BlockPlan(num_blocks=num_blocks, block_size=block_size, block_bytes=block_bytes, budget_bytes=budget_bytes)
 
 
 def tokens_in(shape: KVShape, kv_bytes: int) -> int:
@@ -143,12 +141,14 @@ def paged_concurrency(shape: KVShape, kv_bytes: int, tokens: int, block_size: in
     return Fraction(require_int("kv_bytes", kv_bytes), num_blocks * shape.block_bytes(block_size))
 
 
-def expected_concurrency(
-    shape: KVShape, kv_bytes: int, mean_tokens: int | Fraction, block_size: int
-) -> Fraction:
-    """Requests of `mean_tokens` tokens on average that `kv_bytes` hold, as `expected_blocks` counts."""
-    num_blocks = expected_blocks(mean_tokens, block_size)
-    return require_int("kv_bytes", kv_bytes) / (num_blocks * shape.block_bytes(block_size))
+def expected_concurrency(shape: KVShape, kv_bytes: int, mean_tokens: int | Fraction, block_size: int) -> Fraction:
+    """Requests of `mean_tokens` tokens on average that `kv_bytes` hold, as `expected_blocks` counts.
+
+    The pool is rounded down to whole blocks first: a request's mean need is no whole number, so that flooring
+    only at the end could count one too many.
+    """
+    num_blocks = require_int("kv_bytes", kv_bytes) // shape.block_bytes(block_size)
+    return num_blocks / expected_blocks(mean_tokens, block_size)
 
 
 def reserved_concurrency(shape: KVShape, kv_bytes: int, max_tokens: int) -> Fraction:
@@ -186,9 +186,7 @@ def waste_by_kind(*, stored: int, final: int, allocated: int, pool: int | None =
     for name, size in sizes.items():
         require_int(name, size, minimum=1 if name == "pool" else 0)
     if not stored <= final <= allocated <= pool:
-        raise ValueError(
-            f"stored <= final <= allocated <= pool must hold, got {sizes}; count all four in one unit"
-        )
+        raise ValueError(f"stored <= final <= allocated <= pool must hold, got {sizes}; count all four in one unit")
     return Waste(
         stored=Fraction(stored, pool),
         reservation=Fraction(final - stored, pool),

@@ -39,11 +39,6 @@ def step_ticks(
       kv_tokens: stored tokens read, summed over the sequences that compute anything.
       sync_map_calls: driver calls the step waits for.
     """
-    ns = (
-        cost.step_ns
-        + cost.token_ns * tokens
-        + cost.kv_token_ns * kv_tokens
-        + cost.map_call_ns * sync_map_calls
-    )
+    ns = cost.step_ns + cost.token_ns * tokens + cost.kv_token_ns * kv_tokens + cost.map_call_ns * sync_map_calls
     tick_ns = 1000 * TICK_US
     return (ns + (tick_ns - 1)) // tick_ns

@@ -55,7 +55,7 @@ class Engine:
     memory: KVMemory[Any]
     decode: Decode
     token_budget: int  # most tokens computed in a step
-    cost: StepCost = StepCost()
+    cost: StepCost = dataclasses.field(default_factory=StepCost)
     backend: str | tuple[str, ...] | None = None  # of the attention kernels
 
     def __post_init__(self) -> None:
@@ -146,14 +146,10 @@ def run_steps(
     Returns:
       The state, and a record whose arrays have `num_steps` entries.
     """
-    return jax.lax.scan(
-        lambda carry, _: step(engine, params, requests, carry), state, length=num_steps
-    )
+    return jax.lax.scan(lambda carry, _: step(engine, params, requests, carry), state, length=num_steps)
 
 
-def step(
-    engine: Engine, params: Any, requests: Requests, state: EngineState
-) -> tuple[EngineState, StepRecord]:
+def step(engine: Engine, params: Any, requests: Requests, state: EngineState) -> tuple[EngineState, StepRecord]:
     """One step of the server: schedule, compute, sample, book, record."""
     memory, before = engine.memory, state.scheduler
     calls_before = memory.map_calls(before.memory)
@@ -184,9 +180,7 @@ def step(
     calls_after = memory.map_calls(after.memory)
 
     waiting = (scheduled.progress.status == Status.WAITING) & (requests.arrivals <= scheduled.clock)
-    ended = jnp.sum(after.progress.status == Status.ENDED) - jnp.sum(
-        scheduled.progress.status == Status.ENDED
-    )
+    ended = jnp.sum(after.progress.status == Status.ENDED) - jnp.sum(scheduled.progress.status == Status.ENDED)
     record = StepRecord(
         clock=scheduled.clock,
         ticks=ticks,
@@ -231,9 +225,7 @@ def _forward(
         tokens = _known_token(requests, outputs, scheduled.row_request, row, position)
         slots = memory.slots(scheduled.memory, row, position)
 
-        def attend(
-            layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache
-        ) -> tuple[jax.Array, KVCache]:
+        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
             k_slots, v_slots = kv_write(cache.k[layer], cache.v[layer], k, v, slots)
             out = memory.attend(
                 scheduled.memory,

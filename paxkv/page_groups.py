@@ -53,8 +53,7 @@ class PageGroups:
         """
         if self.page_bytes < self._token_bytes:
             raise ValueError(
-                f"page_bytes must hold a token of {self._token_bytes} bytes, got {self.page_bytes}; "
-                f"use a larger page"
+                f"page_bytes must hold a token of {self._token_bytes} bytes, got {self.page_bytes}; use a larger page"
             )
         return self.page_bytes // self._token_bytes
 

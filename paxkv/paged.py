@@ -72,9 +72,7 @@ class Paged:
         need = blocks_for(ask.known_tokens, self.block_size)
         owed = jnp.sum(jnp.maximum(blocks_for(state.seqs.promised, self.block_size) - self.held(state), 0))
         reserve = jnp.where(jnp.any(state.seqs.active), self.watermark_blocks, 0)
-        never = (ask.final_tokens > self.max_len) | (
-            blocks_for(ask.final_tokens, self.block_size) > self.num_blocks
-        )
+        never = (ask.final_tokens > self.max_len) | (blocks_for(ask.final_tokens, self.block_size) > self.num_blocks)
         later = ~has_row | (need + owed + reserve > state.pool.num_free)
         outcome = select_outcome((never, Outcome.NEVER), (later, Outcome.LATER))
         ok = outcome == Outcome.OK

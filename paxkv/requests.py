@@ -110,7 +110,7 @@ def make_requests(
     for name, array in (("output_lens", output_lens), ("arrival_ms", arrival_ms), ("prompts", prompts)):
         if len(array) != count:
             raise ValueError(f"{name}: expected {count} entries, one for each of prompt_lens, got {len(array)}")
-    if prompts.ndim != 2 or not (1 <= prompt_lens.min() and prompt_lens.max() <= prompts.shape[1]):
+    if prompts.ndim != 2 or not (prompt_lens.min() >= 1 and prompt_lens.max() <= prompts.shape[1]):
         raise ValueError(
             f"prompt_lens: expected 1 to {prompts.shape[-1]} (the width of prompts), got "
             f"{prompt_lens.min()} to {prompt_lens.max()}"
@@ -120,7 +120,7 @@ def make_requests(
     if temperature < 0:
         raise ValueError(f"temperature: expected 0 (greedy) or more, got {temperature}")
     ticks = np.round(np.asarray(arrival_ms, np.float64) * 1000 / TICK_US)
-    if not np.all(np.diff(ticks) >= 0) or not 0 <= ticks[0] or not ticks[-1] < 2**30:
+    if not np.all(np.diff(ticks) >= 0) or not ticks[0] >= 0 or not ticks[-1] < 2**30:
         raise ValueError(
             f"arrival_ms: expected ascending times from 0 to {2**30 * TICK_US // 1000}, got {arrival_ms[0]} to "
             f"{arrival_ms[-1]}; sort the workload, or shorten it with its time scale"

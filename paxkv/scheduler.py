@@ -66,9 +66,7 @@ def init_scheduler(memory: KVMemory[Any], requests: Requests) -> SchedulerState:
     )
 
 
-def known_tokens(
-    requests: Requests, progress: Progress, row_request: Int32[Array, " rows"]
-) -> Int32[Array, " rows"]:
+def known_tokens(requests: Requests, progress: Progress, row_request: Int32[Array, " rows"]) -> Int32[Array, " rows"]:
     """Prompt and output so far of the request in each row, 0 for a free row."""
     known = requests.prompt_lens + progress.generated
     return known.at[row_request].get(mode="fill", fill_value=0)
@@ -94,9 +92,7 @@ def schedule(
     granted = jnp.where(victims, 0, granted)
     preempted = jnp.sum(victims, dtype=jnp.int32)
 
-    state, granted, admitted, refused = _admit(
-        memory, requests, state, granted, token_budget, closed=preempted > 0
-    )
+    state, granted, admitted, refused = _admit(memory, requests, state, granted, token_budget, closed=preempted > 0)
     starts = memory.seqs(state.memory).lengths
     memory_state, _ = memory.append(state.memory, granted, token_budget)  # its outcome is also a sticky fault
     state = dataclasses.replace(state, memory=memory_state)

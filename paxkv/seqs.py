@@ -26,7 +26,10 @@ def init_seqs(rows: int) -> Seqs:
     """`rows` free rows."""
     zeros = jnp.zeros(rows, jnp.int32)
     return Seqs(
-        active=jnp.zeros(rows, jnp.bool), lengths=zeros, promised=jnp.zeros_like(zeros), faults=no_faults(rows)
+        active=jnp.zeros(rows, jnp.bool),
+        lengths=zeros,
+        promised=jnp.zeros_like(zeros),
+        faults=no_faults(rows),
     )
 
 
