@@ -85,6 +85,6 @@ def slot_of(
     num_blocks: int,
 ) -> Int32[Array, " tokens"]:
     """The slot `block * block_size + offset` of each position; `num_blocks * block_size` where there is none."""
-    block = tables.at[row, position // block_size].get(mode="fill", fill_value=num_blocks)
+    block = tables.at[row, position // block_size].get(mode="fill", fill_value=num_blocks, wrap_negative_indices=False)
     slot = block * block_size + position % block_size
     return jnp.where(block < num_blocks, slot, num_blocks * block_size)

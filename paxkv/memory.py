@@ -27,6 +27,11 @@ class Ask(NamedTuple):
     prompt_tokens: Int32[Array, ""]
     final_tokens: Int32[Array, ""]  # prompt and output when it ends; NEVER if longer than a sequence may be
 
+    @property
+    def most_tokens(self) -> Int32[Array, ""]:
+        """The most it can come to hold: an end before what is known already would be a mistake, not a limit."""
+        return jnp.maximum(self.known_tokens, self.final_tokens)
+
 
 @typing.no_type_check
 @jax.tree_util.register_dataclass
@@ -50,7 +55,10 @@ class Usage:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class MapCalls:
-    """Calls into the virtual-memory driver since the start. Paged and reserved memory make none."""
+    """Calls into the virtual-memory driver since the start. Paged and reserved memory make none.
+
+    The counts wrap around at 2**31; the difference of two readings stays right.
+    """
 
     sync: jax.Array  # i32[]; maps that a step had to wait for
     background: jax.Array  # i32[]; maps made ahead, beside the computation
@@ -60,6 +68,17 @@ class MapCalls:
 def no_map_calls() -> MapCalls:
     """A count of zero."""
     return MapCalls(sync=jnp.int32(0), background=jnp.int32(0), unmap=jnp.int32(0))
+
+
+def require_int32(**sizes: int) -> None:
+    """Host side: refuses a memory whose sizes cannot be counted in int32.
+
+    Raises:
+      ValueError: naming the size.
+    """
+    for name, size in sizes.items():
+        if size >= 2**31:
+            raise ValueError(f"{name} must be below 2**31 = {2**31}, as it is counted in int32, got {size}")
 
 
 @typing.runtime_checkable
@@ -128,8 +147,8 @@ class KVMemory(Protocol[State]):
         `max_new_tokens` is a static bound of each entry of `new_tokens`.
 
         Returns:
-          The state and the `Outcome`: `OK`, `OUT_OF_BLOCKS` or `OUT_OF_RANGE`; the last two are also recorded as faults,
-          since a scheduler that compared `demand` with `available` never sees them.
+          The state and the `Outcome`: `OK`, `OUT_OF_BLOCKS` or `OUT_OF_RANGE`. The last two are also recorded as
+          faults, since a scheduler that compared `demand` with `available` never sees them.
         """
         ...
 

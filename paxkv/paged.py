@@ -12,9 +12,10 @@ from pallas_kernels.paged_attention import paged_attention
 from paxkv import block_tables
 from paxkv.block_pool import BlockPool, init_block_pool
 from paxkv.block_tables import blocks_for
-from paxkv.memory import Ask, MapCalls, no_map_calls
+from paxkv.memory import Ask, MapCalls, no_map_calls, require_int32
 from paxkv.outcomes import Outcome, record, select_outcome
-from paxkv.seqs import Seqs, check_append, init_seqs, lowest_free_row, occupy, vacate
+from paxkv.seqs import Seqs, advance, check_append, init_seqs, lowest_free_row, occupy, vacate
+from paxkv.sizes import require_int
 
 
 @typing.no_type_check
@@ -42,6 +43,13 @@ class Paged:
     block_size: int
     num_blocks: int
     watermark_blocks: int = 0
+
+    def __post_init__(self) -> None:
+        """Refuses sizes that are not positive or do not fit int32."""
+        for name in ("rows", "max_len", "block_size", "num_blocks"):
+            require_int(name, getattr(self, name))
+        require_int("watermark_blocks", self.watermark_blocks, minimum=0)
+        require_int32(slots=self.num_slots, table_entries=self.rows * self.blocks_per_seq)
 
     @property
     def num_slots(self) -> int:
@@ -72,7 +80,8 @@ class Paged:
         need = blocks_for(ask.known_tokens, self.block_size)
         owed = jnp.sum(jnp.maximum(blocks_for(state.seqs.promised, self.block_size) - self.held(state), 0))
         reserve = jnp.where(jnp.any(state.seqs.active), self.watermark_blocks, 0)
-        never = (ask.final_tokens > self.max_len) | (blocks_for(ask.final_tokens, self.block_size) > self.num_blocks)
+        most = blocks_for(ask.most_tokens, self.block_size)
+        never = (ask.most_tokens > self.max_len) | (most > self.num_blocks)
         later = ~has_row | (need + owed + reserve > state.pool.num_free)
         outcome = select_outcome((never, Outcome.NEVER), (later, Outcome.LATER))
         ok = outcome == Outcome.OK
@@ -92,17 +101,11 @@ class Paged:
         self, state: PagedState, new_tokens: Int32[Array, " rows"], max_new_tokens: int
     ) -> tuple[PagedState, Int32[Array, ""]]:
         malformed = check_append(state.seqs, new_tokens, self.max_len) | (new_tokens > max_new_tokens)
-        valid = ~jnp.any(malformed)
-        new_lengths = state.seqs.lengths + jnp.where(valid, new_tokens, 0)
+        new_lengths = state.seqs.lengths + jnp.where(jnp.any(malformed), 0, new_tokens)
         tables, pool, served = block_tables.grow(
             state.tables, state.pool, state.seqs.lengths, new_lengths, self.block_size, max_new_tokens
         )
-        faults = record(state.seqs.faults, Outcome.OUT_OF_RANGE, malformed)
-        faults = record(faults, Outcome.OUT_OF_BLOCKS, (new_tokens > 0) & valid & ~served)
-        seqs = dataclasses.replace(
-            state.seqs, lengths=jnp.where(served, new_lengths, state.seqs.lengths), faults=faults
-        )
-        outcome = select_outcome((~valid, Outcome.OUT_OF_RANGE), (~served, Outcome.OUT_OF_BLOCKS))
+        seqs, outcome = advance(state.seqs, new_lengths, malformed, served)
         return PagedState(seqs=seqs, pool=pool, tables=tables), outcome
 
     def release(self, state: PagedState, rows: Bool[Array, " rows"]) -> PagedState:

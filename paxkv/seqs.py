@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from paxkv.outcomes import Faults, Outcome, no_faults, record
+from paxkv.outcomes import Faults, Outcome, no_faults, record, select_outcome
 
 
 @typing.no_type_check
@@ -50,10 +50,34 @@ def occupy(seqs: Seqs, row: Int32[Array, ""], promised: Int32[Array, ""], ok: Bo
     )
 
 
-def check_append(seqs: Seqs, new_tokens: Int32[Array, " rows"], max_len: int) -> Bool[Array, " rows"]:
+def check_append(
+    seqs: Seqs, new_tokens: Int32[Array, " rows"], max_len: int | Int32[Array, " rows"]
+) -> Bool[Array, " rows"]:
     """Rows whose request to grow is malformed: a negative count, a free row, or past `max_len`."""
-    grown = seqs.lengths + new_tokens
-    return (new_tokens < 0) | (grown > max_len) | ((new_tokens > 0) & ~seqs.active)
+    # Not `lengths + new_tokens > max_len`: that sum wraps around for counts near 2**31.
+    return (new_tokens < 0) | (new_tokens > max_len - seqs.lengths) | ((new_tokens > 0) & ~seqs.active)
+
+
+def advance(
+    seqs: Seqs, new_lengths: Int32[Array, " rows"], malformed: Bool[Array, " rows"], served: Bool[Array, ""]
+) -> tuple[Seqs, Int32[Array, ""]]:
+    """Books how an append went: the new lengths, or a fault at the rows that are to blame and nothing else.
+
+    Args:
+      seqs: the sequences before.
+      new_lengths: tokens stored afterwards; the old lengths if anything is malformed.
+      malformed: what `check_append` said.
+      served: whether there was memory for `new_lengths`.
+
+    Returns:
+      The sequences and the `Outcome`: `OK`, `OUT_OF_RANGE` or `OUT_OF_BLOCKS`.
+    """
+    valid = ~jnp.any(malformed)
+    faults = record(seqs.faults, Outcome.OUT_OF_RANGE, malformed)
+    faults = record(faults, Outcome.OUT_OF_BLOCKS, (new_lengths > seqs.lengths) & ~served)
+    lengths = jnp.where(served, new_lengths, seqs.lengths)
+    outcome = select_outcome((~valid, Outcome.OUT_OF_RANGE), (~served, Outcome.OUT_OF_BLOCKS))
+    return dataclasses.replace(seqs, lengths=lengths, faults=faults), outcome
 
 
 def vacate(seqs: Seqs, rows: Bool[Array, " rows"]) -> tuple[Seqs, Bool[Array, " rows"]]:
