@@ -65,8 +65,13 @@ def take(pool: BlockPool, wanted: Bool[Array, " n"]) -> tuple[BlockPool, Int32[A
     rank = jnp.cumsum(wanted, dtype=jnp.int32)  # 1 for the first block taken
     count = rank[-1]
     ok = count <= pool.num_free
-    source = jnp.where(wanted & ok, pool.num_free - rank, pool.num_blocks)
-    ids = pool.free_ids.at[source].get(mode="fill", fill_value=pool.num_blocks)
+    # Look only at the top of the stack: a gather from all of it would be charged, and split over threads, as if it
+    # read all of it.
+    depth = min(wanted.shape[0], pool.num_blocks)
+    base = jnp.maximum(pool.num_free - depth, 0)
+    top = jax.lax.dynamic_slice(pool.free_ids, (base,), (depth,))
+    source = jnp.where(wanted & ok, pool.num_free - rank - base, depth)
+    ids = top.at[source].get(mode="fill", fill_value=pool.num_blocks)
     return dataclasses.replace(pool, num_free=pool.num_free - jnp.where(ok, count, 0)), ids, ok
 
 

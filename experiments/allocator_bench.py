@@ -1,0 +1,155 @@
+"""What a step of an allocator costs on this machine, inside a scan, and whether it depends on the pool's size."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import polars as pl
+from rich.console import Console
+from rich.table import Table
+
+from paxkv.memory import Ask
+from paxkv.outcomes import Outcome, raise_on_fault
+from paxkv.paged import Paged, PagedState
+
+DESCRIPTION = "Cost of one decode step of the paged allocator, and of the same with a larger pool."
+MODELLED: frozenset[str] = frozenset()
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One measurement: `rows` sequences grow by a token a step until they have grown by `long_steps`."""
+
+    experiment: str = "allocator_bench"
+    seed: int = 0  # nothing here is random; part of every run's name
+    rows: int = 256
+    num_blocks: int = 22_888
+    block_size: int = 16
+    scale: int = 8  # the second pool has this many times the blocks
+    short_steps: int = 256
+    long_steps: int = 1024
+    repeats: int = 15
+
+    def check(self) -> None:
+        """Refuses a measurement in which the pool would run dry, or with nothing to subtract.
+
+        Raises:
+          ValueError: naming the field, what was expected and what came.
+        """
+        if not 0 < self.short_steps < self.long_steps:
+            raise ValueError(f"short_steps: expected between 0 and long_steps = {self.long_steps}, got {self.short_steps}")
+        needed = self.rows * -(-(self.block_size + self.long_steps) // self.block_size)
+        if needed > self.num_blocks:
+            raise ValueError(
+                f"num_blocks: expected at least {needed}, so that {self.rows} rows can grow by {self.long_steps} tokens, "
+                f"got {self.num_blocks}; raise it, or lower long_steps"
+            )
+        if self.scale < 1 or self.repeats < 1:
+            raise ValueError(f"scale, repeats: expected at least 1, got {self.scale} and {self.repeats}")
+
+
+class _Files(Protocol):
+    def write_parquet(self, name: str, frame: pl.DataFrame) -> None: ...
+
+
+def started(memory: Paged) -> PagedState:
+    """All rows admitted, row r holding r mod block_size tokens, so that as many rows start a block in every step."""
+    state = memory.init()
+    one = jnp.int32(1)
+    admit = jax.jit(memory.admit)
+    for _ in range(memory.rows):
+        state, _, outcome = admit(state, Ask(known_tokens=one, prompt_tokens=one, final_tokens=one))
+        if int(outcome) != Outcome.OK:
+            raise RuntimeError(f"expected room for {memory.rows} rows, got {Outcome(int(outcome)).name}")
+    phases = jnp.arange(memory.rows, dtype=jnp.int32) % memory.block_size
+    state, _ = jax.jit(memory.append, static_argnums=2)(state, phases, memory.block_size)
+    return state
+
+
+def decode_scan(memory: Paged, steps: int) -> Callable[[PagedState], PagedState]:
+    """A compiled scan of `steps` decode steps. Donates its argument."""
+
+    def one(state: PagedState, _: None) -> tuple[PagedState, None]:
+        state, _ = memory.append(state, jnp.ones(memory.rows, jnp.int32), 1)
+        return state, None
+
+    return jax.jit(lambda state: jax.lax.scan(one, state, length=steps)[0], donate_argnums=0)
+
+
+def run(config: Config, run_dir: _Files, progress: Any) -> dict[str, dict[str, Any]]:
+    """Times long and short scans of both pools in turn; a step costs their difference over the steps between.
+
+    The difference leaves out what is paid once for a dispatch (entering the program, first touch of the arrays).
+    """
+    config.check()
+    scans, states = {}, {}
+    for scale in (1, config.scale):
+        memory = Paged(
+            rows=config.rows,
+            max_len=config.block_size + config.long_steps,
+            block_size=config.block_size,
+            num_blocks=config.num_blocks * scale,
+        )
+        states[scale] = started(memory)
+        for steps in (config.short_steps, config.long_steps):
+            scans[scale, steps] = decode_scan(memory, steps)
+            raise_on_fault(jax.block_until_ready(scans[scale, steps](_copy(states[scale]))).seqs.faults)
+
+    timings: list[dict[str, float | int]] = []
+    for repeat in progress.track(range(config.repeats), "timing"):
+        for (scale, steps), scan in scans.items():
+            state = jax.block_until_ready(_copy(states[scale]))
+            begin = time.perf_counter()
+            jax.block_until_ready(scan(state))
+            timings.append({"repeat": repeat, "scale": scale, "steps": steps, "wall_us": 1e6 * (time.perf_counter() - begin)})
+    frame = pl.DataFrame(timings)
+    run_dir.write_parquet("timings", frame)
+    return {"decode_step": summarise(frame, config)}
+
+
+def summarise(timings: pl.DataFrame, config: Config) -> dict[str, Any]:
+    """Median and range of the cost of a step, and of its ratio between the pools, over the repeats."""
+    wall = {(r["repeat"], r["scale"], r["steps"]): r["wall_us"] for r in timings.iter_rows(named=True)}
+    between = config.long_steps - config.short_steps
+
+    def cost(repeat: int, scale: int) -> float:
+        return (wall[repeat, scale, config.long_steps] - wall[repeat, scale, config.short_steps]) / between
+
+    base = [cost(r, 1) for r in range(config.repeats)]
+    scaled = [cost(r, config.scale) for r in range(config.repeats)]
+    ratios = [b / a for a, b in zip(base, scaled, strict=True)]
+    return {
+        "us": statistics.median(base),
+        f"us_{config.scale}x": statistics.median(scaled),
+        "ratio": statistics.median(ratios),
+        "us_min": min(base),
+        "us_max": max(base),
+        f"us_{config.scale}x_min": min(scaled),
+        f"us_{config.scale}x_max": max(scaled),
+        "rows": config.rows,
+        "num_blocks": config.num_blocks,
+    }
+
+
+def render(results: dict[str, dict[str, Any]], console: Console) -> None:
+    """Prints one line an operation."""
+    table = Table(title="Allocator, inside a scan on this machine (median [min, max] of the repeats)")
+    for column in ("operation", "us", "us, larger pool", "ratio"):
+        table.add_column(column, justify="left" if column == "operation" else "right")
+    for name, values in results.items():
+        larger = next(key for key in values if key.startswith("us_") and key.endswith("x"))
+        table.add_row(
+            name,
+            f"{values['us']:.2f} [{values['us_min']:.2f}, {values['us_max']:.2f}]",
+            f"{values[larger]:.2f} [{values[larger + '_min']:.2f}, {values[larger + '_max']:.2f}]",
+            f"{values['ratio']:.2f}",
+        )
+    console.print(table)
+
+
+def _copy(state: PagedState) -> PagedState:
+    return jax.tree.map(jnp.copy, state)
