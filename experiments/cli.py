@@ -1,0 +1,123 @@
+"""`python -m experiments {list,run,report,doctor}`.
+
+Standard output carries tables and, as its last line, one compact JSON; all else goes to standard error. The exit code
+is 0, or 1 if a check of an experiment failed or a run is unfinished, or 2 if something must be put right first.
+"""
+
+import argparse
+import pathlib
+import sys
+from collections.abc import Mapping, Sequence
+
+import rich.console
+
+from experiments import registry
+from experiments.errors import UserError
+
+RUN_USAGE = "python -m experiments run CONFIG.yaml [--out_dir runs] [--seed N] [--dotted.key VALUE ...]"
+
+
+def main(argv: Sequence[str] | None = None, experiments: Mapping[str, str] = registry.EXPERIMENTS) -> int:
+    """Runs the command line.
+
+    Args:
+      argv: the arguments; those of the process if None.
+      experiments: modules by experiment name.
+
+    Returns:
+      The exit code.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    options, rest = _parser().parse_known_args(argv)
+    console = rich.console.Console(width=None if sys.stdout.isatty() else 160, highlight=False)
+    try:
+        return _dispatch(options, rest, argv, experiments, console)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; finished parts are kept, and the same command resumes", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m experiments", allow_abbrev=False, description=__doc__)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{list,run,report,doctor}")
+    for verb, words in (
+        ("list", "the experiments, their configs and their runs"),
+        ("run", "run a config, or resume its unfinished run"),
+        ("report", "print a run's table again and rewrite its report.html"),
+        ("doctor", "what this machine can run, and what is missing"),
+    ):
+        usage = RUN_USAGE if verb == "run" else None
+        sub = verbs.add_parser(
+            verb, help=words, description=words, usage=usage, allow_abbrev=False, add_help=verb != "run"
+        )
+        if verb == "report":
+            sub.add_argument("run_dir", type=pathlib.Path)
+        else:
+            sub.add_argument("--out_dir", type=pathlib.Path, default=pathlib.Path("runs"), help="where runs are kept")
+    return parser
+
+
+def _dispatch(
+    options: argparse.Namespace,
+    rest: Sequence[str],
+    argv: Sequence[str],
+    experiments: Mapping[str, str],
+    console: rich.console.Console,
+) -> int:
+    # Imported per verb: a list or a typing error must not wait for JAX.
+    if options.verb == "run":
+        from experiments import run
+
+        paths, overrides = parse_overrides(rest)
+        wants_help = overrides.pop("help", None) is not None
+        if len(paths) != 1:
+            if wants_help:
+                print(f"usage: {RUN_USAGE}\n\nrun CONFIG.yaml --help lists every key of a config.")
+                return 0
+            raise UserError(f"run needs one config, got {len(paths)}: {RUN_USAGE}")
+        loaded = run.load(pathlib.Path(paths[0]), overrides, experiments)
+        return run.show_help(loaded, console) if wants_help else run.run(loaded, options.out_dir, argv, console)
+    if rest:
+        raise UserError(f"{options.verb} does not take {' '.join(rest)}")
+    if options.verb == "report":
+        from experiments import rereport
+
+        return rereport.rereport(options.run_dir, experiments, console)
+    if options.verb == "list":
+        from experiments import listing
+
+        return listing.show(pathlib.Path("configs"), options.out_dir, experiments, console)
+    from experiments import doctor
+
+    return doctor.run(options.out_dir, console)
+
+
+def parse_overrides(tokens: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """Splits what follows `run` into paths and overrides: `--key value` or `--key=value`, in any order.
+
+    Raises:
+      UserError: a key without a value, or one given twice.
+    """
+    paths: list[str] = []
+    overrides: dict[str, str] = {}
+    queue = list(tokens)
+    while queue:
+        token = queue.pop(0)
+        if token in ("-h", "--help"):
+            overrides["help"] = ""
+            continue
+        if not token.startswith("--"):
+            paths.append(token)
+            continue
+        key, equals, value = token.removeprefix("--").partition("=")
+        if not equals:
+            if not queue or queue[0].startswith("--"):
+                raise UserError(f"--{key} needs a value, as in --{key} 3")
+            value = queue.pop(0)
+        if key in overrides:
+            raise UserError(f"--{key} is given twice, as {overrides[key]} and as {value}")
+        overrides[key] = value
+    return paths, overrides

@@ -1,0 +1,102 @@
+"""The experiments there are, by the name that a config gives in its `experiment:` key.
+
+An experiment is a module. It must have
+
+- `Config`: a frozen dataclass with `experiment: str`, `seed: int = 0` and fields of its own. A field of type
+  `pathlib.Path` says where something lies, not what is computed, and stays out of the run's identity.
+- `DESCRIPTION`: one line, a literal string.
+- `run(config, run_dir, progress) -> Results`: computes, writes files into the run directory, returns the results.
+
+and may have
+
+- `parts(config) -> list[str]`: the names under which it calls `run_dir.part`, so that an unfinished run can be told
+  what is missing.
+- `failed_checks(results) -> list[str]`: one sentence for each thing that should hold and does not. Any makes the
+  run's status `failed` and its exit code 1.
+- `render(results, console)`: prints its tables; without it, one table of names and metrics.
+- `figures(run_path) -> list[plots.Figure]`: drawn from the files of the run alone.
+- `GLOSSARY: Mapping[str, str]`: metric to a plain explanation, shown in the report.
+- `MODELLED: frozenset[str]`: metrics that come from a cost model; they carry the word wherever they are shown.
+"""
+
+import ast
+import dataclasses
+import importlib
+import importlib.util
+import pathlib
+from collections.abc import Callable, Mapping
+from types import ModuleType
+from typing import Any
+
+from experiments.errors import UserError, did_you_mean
+
+EXPERIMENTS: Mapping[str, str] = {
+    "allocator_bench": "experiments.allocator_bench",
+    "capacity": "experiments.capacity",
+    "paged_vs_contiguous": "experiments.paged_vs_contiguous",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Experiment:
+    """A loaded experiment module, its optional parts filled in."""
+
+    name: str
+    config_class: type[Any]
+    description: str
+    run: Callable[..., Any]
+    parts: Callable[[Any], list[str]]
+    failed_checks: Callable[[Any], list[str]]
+    render: Callable[..., None] | None
+    figures: Callable[[pathlib.Path], list[Any]]
+    glossary: Mapping[str, str]
+    modelled: frozenset[str]
+
+
+def load(name: str, experiments: Mapping[str, str]) -> Experiment:
+    """Imports the module of an experiment.
+
+    Raises:
+      UserError: there is no experiment of that name.
+      AttributeError: the module lacks something that every experiment must have.
+    """
+    if name not in experiments:
+        raise UserError(
+            f"no experiment is called {name!r}{did_you_mean(name, experiments)}; there are: {', '.join(experiments)}"
+        )
+    module = importlib.import_module(experiments[name])
+    return from_module(name, module)
+
+
+def from_module(name: str, module: ModuleType) -> Experiment:
+    """The experiment that a module describes.
+
+    Raises:
+      AttributeError: the module lacks `Config`, `DESCRIPTION` or `run`.
+    """
+    return Experiment(
+        name=name,
+        config_class=module.Config,
+        description=module.DESCRIPTION,
+        run=module.run,
+        parts=getattr(module, "parts", lambda config: []),
+        failed_checks=getattr(module, "failed_checks", lambda results: []),
+        render=getattr(module, "render", None),
+        figures=getattr(module, "figures", lambda run_path: []),
+        glossary=getattr(module, "GLOSSARY", {}),
+        modelled=getattr(module, "MODELLED", frozenset()),
+    )
+
+
+def description(module_name: str) -> str:
+    """`DESCRIPTION` of an experiment module, read without importing it: the import would bring in JAX."""
+    spec = importlib.util.find_spec(module_name)
+    if spec is None or spec.origin is None:
+        return f"(module {module_name} cannot be found)"
+    for node in ast.parse(pathlib.Path(spec.origin).read_text(encoding="utf-8")).body:
+        match node:
+            case ast.Assign(targets=[ast.Name(id="DESCRIPTION")], value=ast.Constant(value=str() as text)):
+                return text
+            case ast.AnnAssign(target=ast.Name(id="DESCRIPTION"), value=ast.Constant(value=str() as text)):
+                return text
+    return f"(module {module_name} has no DESCRIPTION)"

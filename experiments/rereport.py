@@ -1,0 +1,51 @@
+"""`report`: a run's table and page again, from its files alone; or what an unfinished run still lacks."""
+
+import pathlib
+from collections.abc import Mapping
+
+import rich.console
+
+from experiments import config as configs
+from experiments import files, registry, report, results
+from experiments.errors import UserError
+from experiments.run_directory import CONFIG, REPORT, SUMMARY, experiment_of, finished_parts, is_running
+
+
+def rereport(path: pathlib.Path, experiments: Mapping[str, str], console: rich.console.Console) -> int:
+    """Prints the table of a run and rewrites its page.
+
+    Returns:
+      The exit code: 1 for a run that is not finished.
+
+    Raises:
+      UserError: `path` is no run directory, or one of its files is damaged.
+    """
+    if not path.is_dir():
+        raise UserError(f"there is no run directory {path}; `python -m experiments list` shows those there are")
+    name = experiment_of(path)
+    if name not in experiments:
+        raise UserError(f"{path} is not a run directory: its name must be <experiment>-<config hash>-<seed>")
+    if not (path / SUMMARY).exists():
+        return _unfinished(path, name, experiments, console)
+    summary = files.read_json(path / SUMMARY)
+    experiment = registry.load(name, experiments)
+    results.render(summary["results"], console, experiment.modelled, experiment.render)
+    files.write_text(path / REPORT, report.build(path, experiment, summary))
+    print(results.summary_line(summary))
+    return 0
+
+
+def _unfinished(path: pathlib.Path, name: str, experiments: Mapping[str, str], console: rich.console.Console) -> int:
+    done = finished_parts(path)
+    state = "running now" if is_running(path) else "unfinished: it was stopped, and running its config again resumes it"
+    console.print(f"{path} is {state}")
+    if (path / CONFIG).exists():
+        experiment = registry.load(name, experiments)
+        config = configs.decode(experiment.config_class, configs.read_yaml(path / CONFIG))
+        missing = [part for part in experiment.parts(config) if part not in done]
+        console.print(f"  finished parts: {', '.join(done) or 'none'}")
+        console.print(f"  missing parts: {', '.join(missing) or 'none, only the summary'}")
+    else:
+        console.print("  it was stopped before it wrote its config")
+    print(results.summary_line(results.summary(name, str(path), results.UNFINISHED, {})))
+    return 1

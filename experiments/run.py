@@ -1,0 +1,111 @@
+"""`run`: from a config to a finished run directory."""
+
+import pathlib
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import rich.box
+import rich.console
+import rich.markup
+import rich.table
+
+from experiments import config as configs
+from experiments import files, jax_setup, manifest, registry, report, results
+from experiments.errors import UserError
+from experiments.progress import Progress
+from experiments.run_directory import CONFIG, MANIFEST, REPORT, SUMMARY, RunDirectory
+
+
+class Loaded(NamedTuple):
+    """A config with the experiment it belongs to."""
+
+    experiment: registry.Experiment
+    config: Any
+    comment: str  # that opens the config file
+
+
+def load(path: pathlib.Path, overrides: Mapping[str, str], experiments: Mapping[str, str]) -> Loaded:
+    """Reads a config and the experiment that its `experiment:` key names.
+
+    Raises:
+      UserError: the file, a key, a value or the name is wrong.
+    """
+    text = configs.read_text(path)
+    raw = configs.override(configs.parse_yaml(text, path), overrides)
+    name = raw.get("experiment")
+    if not isinstance(name, str):
+        raise UserError(f"{path} must name its experiment, as in `experiment: {next(iter(experiments))}`")
+    experiment = registry.load(name, experiments)
+    config = configs.decode(experiment.config_class, raw)
+    if config.seed < 0:
+        raise UserError(f"seed must be 0 or more, got {config.seed}")
+    return Loaded(experiment, config, configs.header(text))
+
+
+def show_help(loaded: Loaded, console: rich.console.Console) -> int:
+    """Lists every key of a config, its type and its value here."""
+    table = rich.table.Table("key", "type", "value", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for key, kind, value in configs.describe_fields(loaded.config):
+        table.add_row(f"--{key}", kind, rich.markup.escape(str(value)))
+    console.print(loaded.experiment.description)
+    console.print(table)
+    return 0
+
+
+def run(loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: rich.console.Console) -> int:
+    """Runs an experiment, or takes up its unfinished run; prints its table and its summary.
+
+    Returns:
+      The exit code: 1 if a check of the experiment failed.
+
+    Raises:
+      UserError: the run is finished, in use, or its inputs are wrong.
+    """
+    experiment, config, comment = loaded
+    digest = configs.config_hash(config)
+    path = out_dir / f"{experiment.name}-{digest[:8]}-{config.seed}"
+    jax_setup.configure()
+    with RunDirectory.open(path) as run_dir:
+        _begin(run_dir, digest, config, comment, argv)
+        found = results.plain(_compute(experiment, config, run_dir))
+        failures = experiment.failed_checks(found)
+        status = results.FAILED if failures else results.FINISHED
+        summary = results.summary(experiment.name, str(path), status, found)
+        run_dir.write_json(MANIFEST, run_dir.read_json(MANIFEST) | {"finished": manifest.now()})
+        results.render(found, console, experiment.modelled, experiment.render)
+        files.write_text(path / REPORT, report.build(path, experiment, summary))
+        run_dir.write_json(SUMMARY, summary)
+    for failure in failures:
+        print(f"check failed: {failure}", file=sys.stderr)
+    print(f"report: {path / REPORT}", file=sys.stderr)
+    print(results.summary_line(summary))
+    return 1 if failures else 0
+
+
+def _begin(run_dir: RunDirectory, digest: str, config: Any, comment: str, argv: Sequence[str]) -> None:
+    """Writes config and manifest, or checks that an unfinished run is this one."""
+    present = manifest.begin(run_dir.path.name, digest, config.seed, argv)
+    if (run_dir.path / MANIFEST).exists():
+        earlier = run_dir.read_json(MANIFEST)
+        if earlier["config_sha256"] != digest:
+            raise UserError(
+                f"{run_dir.path} belongs to another config with the same short hash; choose another --out_dir"
+            )
+        present = manifest.resume(present, earlier)
+        print(f"resuming {run_dir.path}", file=sys.stderr)
+        for name in manifest.differences(present):
+            print(f"warning: {name} is not as it was when the run began; its finished parts are kept", file=sys.stderr)
+    files.write_text(run_dir.path / CONFIG, configs.dump(config, comment))
+    run_dir.write_json(MANIFEST, present)
+
+
+def _compute(experiment: registry.Experiment, config: Any, run_dir: RunDirectory) -> Any:
+    """Calls the experiment. What it raises about its inputs is shown as a sentence; the traceback is kept in a file."""
+    try:
+        return experiment.run(config, run_dir, Progress())
+    except (ValueError, OSError, NotImplementedError) as error:
+        trace = run_dir.path / "error.txt"
+        files.write_text(trace, traceback.format_exc())
+        raise UserError(f"{error} (traceback: {trace})") from error
