@@ -42,7 +42,7 @@ def grow(
     have = blocks_for(lengths, block_size)
     need = blocks_for(new_lengths, block_size)
     width = -(-max_new_tokens // block_size)  # growing by n tokens starts at most ceil(n / block_size) blocks
-    column = have[:, None] + jnp.arange(width, dtype=jnp.int32)
+    column = have[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
     wanted = column < need[:, None]
     pool, ids, ok = take(pool, wanted.reshape(-1))
     # Where nothing was granted the row is out of range, so the write is dropped rather than clamped.

@@ -1,0 +1,146 @@
+"""What must hold in every state of a memory, as counts of the places where it does not.
+
+The counts are reductions, so they can run inside a jitted step; `require_invariants` asks on the host.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from paxkv.block_tables import blocks_for
+from paxkv.contiguous import VAttention, VAttentionState
+from paxkv.memory import KVMemory, usage
+from paxkv.paged import Paged, PagedState
+from paxkv.reserved import Reserved, ReservedState
+from paxkv.seqs import Seqs
+
+Counts = dict[str, Int32[Array, ""]]
+
+
+class InvariantError(RuntimeError):
+    """A state that no sequence of transitions should lead to."""
+
+
+@jax.jit(static_argnames="memory")
+def violations(memory: KVMemory[Any], state: Any) -> Counts:
+    """How often each invariant is broken; all zero for a sound state.
+
+    Args:
+      memory: a `Paged`, `VAttention` or `Reserved` memory.
+      state: its state.
+
+    Returns:
+      By the name of the invariant, the places where it is broken: rows, blocks, table entries, or units by which
+      a sum is off.
+
+    Raises:
+      TypeError: if the invariants of this kind of memory are not known.
+    """
+    if type(memory) not in _OF_MEMORY:
+        known = ", ".join(kind.__name__ for kind in _OF_MEMORY)
+        raise TypeError(f"memory must be one of {known}, got {type(memory).__name__}")
+    return {
+        **_of_seqs(memory, memory.seqs(state)),
+        **_OF_MEMORY[type(memory)](memory, state),
+        **_of_usage(memory, state),
+    }
+
+
+def require_invariants(memory: KVMemory[Any], state: Any) -> None:
+    """Host side: raises if an invariant is broken. Waits for the device.
+
+    Raises:
+      InvariantError: naming what is broken, and in how many places.
+    """
+    broken = {name: int(count) for name, count in violations(memory, state).items() if int(count) != 0}
+    if broken:
+        listed = ", ".join(f"{name} ({count})" for name, count in broken.items())
+        raise InvariantError(f"{type(memory).__name__} memory is in a state that breaks: {listed}")
+
+
+def _count(broken: Bool[Array, "..."]) -> Int32[Array, ""]:
+    return jnp.sum(broken, dtype=jnp.int32)
+
+
+def _of_seqs(memory: KVMemory[Any], seqs: Seqs) -> Counts:
+    outside = (seqs.lengths < 0) | (seqs.lengths > memory.max_len)
+    promised_outside = (seqs.promised < 0) | (seqs.promised > memory.max_len)
+    return {
+        "lengths_are_possible": _count(outside),
+        "promises_are_possible": _count(promised_outside),
+        "free_rows_hold_nothing": _count(~seqs.active & ((seqs.lengths != 0) | (seqs.promised != 0))),
+    }
+
+
+def _of_paged(memory: Paged, state: PagedState) -> Counts:
+    pool, tables = state.pool, state.tables
+    num_blocks = memory.num_blocks
+    place = jnp.arange(num_blocks, dtype=jnp.int32)
+    free_at = jnp.where(place < pool.num_free, pool.free_ids, num_blocks)
+    times_free = jnp.zeros(num_blocks, jnp.int32).at[free_at].add(1, mode="drop", wrap_negative_indices=False)
+    mentions = jnp.zeros(num_blocks, jnp.int32).at[tables].add(1, mode="drop", wrap_negative_indices=False)
+    used = _count(pool.ref_counts > 0)
+
+    known = (tables >= 0) & (tables < num_blocks)
+    column = jnp.arange(memory.blocks_per_seq, dtype=jnp.int32)[None, :]
+    needed = column < blocks_for(state.seqs.lengths, memory.block_size)[:, None]
+    in_order = jnp.sort(tables, axis=1)
+    return {
+        "free_ids_are_unique_blocks": _count(times_free > 1) + jnp.abs(jnp.sum(times_free) - pool.num_free),
+        "free_blocks_have_no_references": _count((times_free > 0) != (pool.ref_counts == 0)),
+        "free_and_used_are_all": jnp.abs(pool.num_free + used - num_blocks),
+        "references_are_table_entries": _count(mentions != pool.ref_counts),
+        "tables_cover_lengths": _count(needed & ~known),
+        "tables_hold_no_old_ids": _count(~needed & (tables != num_blocks)),
+        "no_block_twice_in_a_table": _count((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] < num_blocks)),
+    }
+
+
+def _of_vattention(memory: VAttention, state: VAttentionState) -> Counts:
+    total = jnp.sum(state.mapped)
+    most = memory.groups_for(jnp.int32(memory.max_len))
+    calls = state.calls
+    return {
+        "mapped_groups_exist": jnp.maximum(total - memory.num_groups, 0),
+        "mapped_groups_cover_lengths": _count(state.mapped < memory.groups_for(state.seqs.lengths)),
+        "mapped_groups_lie_in_their_row": _count((state.mapped < 0) | (state.mapped > most)),
+        "calls_account_for_mapped_groups": jnp.abs(
+            calls.sync + calls.background - calls.unmap - total * memory.buffers
+        ),
+    }
+
+
+def _of_reserved(memory: Reserved, state: ReservedState) -> Counts:
+    active = state.seqs.active
+    blocks = memory.held(state) * memory.min_block
+    ends = state.starts + blocks
+    by_start = jnp.argsort(jnp.where(active, state.starts, memory.num_slots))
+    live, starts, ends_by_start = active[by_start], state.starts[by_start], ends[by_start]
+    left_behind = (state.starts != 0) | (state.sizes != 0) | (state.orders != 0)
+    return {
+        "ranges_lie_in_the_arena": _count(active & ((state.starts < 0) | (ends > memory.num_slots))),
+        "ranges_are_aligned": _count(active & (state.starts % jnp.maximum(blocks, 1) != 0)),
+        "ranges_are_disjoint": _count(live[1:] & (starts[1:] < ends_by_start[:-1])),
+        "ranges_cover_lengths": _count((state.sizes < state.seqs.lengths) | (state.sizes > blocks)),
+        "free_rows_reserve_nothing": _count(~active & left_behind),
+    }
+
+
+def _of_usage(memory: KVMemory[Any], state: Any) -> Counts:
+    seqs = memory.seqs(state)
+    used = usage(memory, state, jnp.maximum(seqs.promised, seqs.lengths))
+    kinds = jnp.stack([used.tokens, used.reserved, used.internal, used.external])
+    return {
+        "usage_is_not_negative": _count(kinds < 0),
+        "usage_adds_up_to_capacity": jnp.abs(jnp.sum(kinds) - memory.capacity),
+    }
+
+
+_OF_MEMORY: dict[type, Callable[[Any, Any], Counts]] = {
+    Paged: _of_paged,
+    VAttention: _of_vattention,
+    Reserved: _of_reserved,
+}
