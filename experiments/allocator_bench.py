@@ -1,17 +1,19 @@
 """What a step of an allocator costs on this machine, inside a scan, and whether it depends on the pool's size."""
 
 import dataclasses
-import statistics
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import polars as pl
+import rich.box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.progress import Progress
+from experiments.run_directory import RunDirectory
 from paxkv.memory import Ask
 from paxkv.outcomes import Outcome, raise_on_fault
 from paxkv.paged import Paged, PagedState
@@ -30,9 +32,9 @@ class Config:
     num_blocks: int = 22_888
     block_size: int = 16
     scale: int = 8  # the second pool has this many times the blocks
-    short_steps: int = 256
-    long_steps: int = 1024
-    repeats: int = 15
+    short_steps: int = 128
+    long_steps: int = 1280
+    repeats: int = 21
 
     def check(self) -> None:
         """Refuses a measurement in which the pool would run dry, or with nothing to subtract.
@@ -41,19 +43,17 @@ class Config:
           ValueError: naming the field, what was expected and what came.
         """
         if not 0 < self.short_steps < self.long_steps:
-            raise ValueError(f"short_steps: expected between 0 and long_steps = {self.long_steps}, got {self.short_steps}")
+            raise ValueError(
+                f"short_steps: expected between 0 and long_steps = {self.long_steps}, got {self.short_steps}"
+            )
         needed = self.rows * -(-(self.block_size + self.long_steps) // self.block_size)
         if needed > self.num_blocks:
             raise ValueError(
-                f"num_blocks: expected at least {needed}, so that {self.rows} rows can grow by {self.long_steps} tokens, "
-                f"got {self.num_blocks}; raise it, or lower long_steps"
+                f"num_blocks: expected at least {needed}, so that {self.rows} rows can grow by {self.long_steps} "
+                f"tokens, got {self.num_blocks}; raise it, or lower long_steps"
             )
         if self.scale < 1 or self.repeats < 1:
             raise ValueError(f"scale, repeats: expected at least 1, got {self.scale} and {self.repeats}")
-
-
-class _Files(Protocol):
-    def write_parquet(self, name: str, frame: pl.DataFrame) -> None: ...
 
 
 def started(memory: Paged) -> PagedState:
@@ -80,7 +80,7 @@ def decode_scan(memory: Paged, steps: int) -> Callable[[PagedState], PagedState]
     return jax.jit(lambda state: jax.lax.scan(one, state, length=steps)[0], donate_argnums=0)
 
 
-def run(config: Config, run_dir: _Files, progress: Any) -> dict[str, dict[str, Any]]:
+def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, dict[str, Any]]:
     """Times long and short scans of both pools in turn; a step costs their difference over the steps between.
 
     The difference leaves out what is paid once for a dispatch (entering the program, first touch of the arrays).
@@ -100,36 +100,44 @@ def run(config: Config, run_dir: _Files, progress: Any) -> dict[str, dict[str, A
             raise_on_fault(jax.block_until_ready(scans[scale, steps](_copy(states[scale]))).seqs.faults)
 
     timings: list[dict[str, float | int]] = []
-    for repeat in progress.track(range(config.repeats), "timing"):
-        for (scale, steps), scan in scans.items():
-            state = jax.block_until_ready(_copy(states[scale]))
-            begin = time.perf_counter()
-            jax.block_until_ready(scan(state))
-            timings.append({"repeat": repeat, "scale": scale, "steps": steps, "wall_us": 1e6 * (time.perf_counter() - begin)})
+    with progress.task("timing", total=config.repeats) as advance:
+        for repeat in range(config.repeats):
+            for (scale, steps), scan in scans.items():
+                state = jax.block_until_ready(_copy(states[scale]))
+                begin = time.perf_counter()
+                jax.block_until_ready(scan(state))
+                wall_us = 1e6 * (time.perf_counter() - begin)
+                timings.append({"repeat": repeat, "scale": scale, "steps": steps, "wall_us": wall_us})
+            advance()
     frame = pl.DataFrame(timings)
-    run_dir.write_parquet("timings", frame)
+    run_dir.write_parquet("timings.parquet", frame)
     return {"decode_step": summarise(frame, config)}
 
 
 def summarise(timings: pl.DataFrame, config: Config) -> dict[str, Any]:
-    """Median and range of the cost of a step, and of its ratio between the pools, over the repeats."""
-    wall = {(r["repeat"], r["scale"], r["steps"]): r["wall_us"] for r in timings.iter_rows(named=True)}
+    """Cost of a step in each pool, between the medians over the repeats, and between their quartiles as spread."""
+    wall = timings.group_by("scale", "steps").agg(
+        pl.col("wall_us").median().alias("median"),
+        pl.col("wall_us").quantile(0.25, "linear").alias("lower"),
+        pl.col("wall_us").quantile(0.75, "linear").alias("upper"),
+    )
+    at = {(row["scale"], row["steps"]): row for row in wall.iter_rows(named=True)}
     between = config.long_steps - config.short_steps
 
-    def cost(repeat: int, scale: int) -> float:
-        return (wall[repeat, scale, config.long_steps] - wall[repeat, scale, config.short_steps]) / between
+    def cost(scale: int) -> dict[str, float]:
+        long, short = at[scale, config.long_steps], at[scale, config.short_steps]
+        return {name: (long[name] - short[name]) / between for name in ("median", "lower", "upper")}
 
-    base = [cost(r, 1) for r in range(config.repeats)]
-    scaled = [cost(r, config.scale) for r in range(config.repeats)]
-    ratios = [b / a for a, b in zip(base, scaled, strict=True)]
+    base, larger = cost(1), cost(config.scale)
+    key = f"us_{config.scale}x"
     return {
-        "us": statistics.median(base),
-        f"us_{config.scale}x": statistics.median(scaled),
-        "ratio": statistics.median(ratios),
-        "us_min": min(base),
-        "us_max": max(base),
-        f"us_{config.scale}x_min": min(scaled),
-        f"us_{config.scale}x_max": max(scaled),
+        "us": base["median"],
+        key: larger["median"],
+        "ratio": larger["median"] / base["median"],
+        "us_lower_quartile": base["lower"],
+        "us_upper_quartile": base["upper"],
+        f"{key}_lower_quartile": larger["lower"],
+        f"{key}_upper_quartile": larger["upper"],
         "rows": config.rows,
         "num_blocks": config.num_blocks,
     }
@@ -137,15 +145,15 @@ def summarise(timings: pl.DataFrame, config: Config) -> dict[str, Any]:
 
 def render(results: dict[str, dict[str, Any]], console: Console) -> None:
     """Prints one line an operation."""
-    table = Table(title="Allocator, inside a scan on this machine (median [min, max] of the repeats)")
+    table = Table(title="Allocator inside a scan: medians, and quartiles of the repeats", box=rich.box.SIMPLE_HEAD)
     for column in ("operation", "us", "us, larger pool", "ratio"):
         table.add_column(column, justify="left" if column == "operation" else "right")
     for name, values in results.items():
         larger = next(key for key in values if key.startswith("us_") and key.endswith("x"))
         table.add_row(
             name,
-            f"{values['us']:.2f} [{values['us_min']:.2f}, {values['us_max']:.2f}]",
-            f"{values[larger]:.2f} [{values[larger + '_min']:.2f}, {values[larger + '_max']:.2f}]",
+            f"{values['us']:.2f} ({values['us_lower_quartile']:.2f} to {values['us_upper_quartile']:.2f})",
+            f"{values[larger]:.2f} ({values[larger + '_lower_quartile']:.2f} to {values[larger + '_upper_quartile']:.2f})",
             f"{values['ratio']:.2f}",
         )
     console.print(table)

@@ -10,8 +10,6 @@ The definitions are those of vLLM's serving benchmark and of PagedAttention (SOS
   wastes memory under any policy, and says nothing about it.
 """
 
-import math
-
 import numpy as np
 import polars as pl
 
@@ -25,9 +23,36 @@ MODELLED = frozenset(
         "requests_per_s",
         "makespan_s",
         "mapping_ms",
+        "sync_mapping_ms",
     }
 )
 """Metrics that rest on the engine's modelled clock."""
+GLOSSARY = {
+    "peak_running": "most requests that held memory at once",
+    "mean_running": "requests that held memory, average over the time in which others were queueing",
+    "pool_utilization": "share of the KV budget that held tokens, average while requests were queueing",
+    "allocated_utilization": "the same, as a share of what was handed out",
+    "reservation_waste": "share of the budget that its owner had not filled yet, but would",
+    "internal_waste": "share of the budget that its owner would never fill",
+    "external_waste": "share of the budget that nobody had: free, or lost to rounding between requests",
+    "queueing_share": "share of the busy time in which some request was waiting for memory",
+    "map_calls": "calls into the virtual-memory driver that map a page",
+    "mapping_ms": "what those calls take",
+    "sync_mapping_ms": "the part of it that a step had to wait for",
+    "preemptions": "how often a running request lost its memory and had to be recomputed",
+    "recompute_tokens": "stored tokens that preemption threw away",
+    "steps": "steps in which anything was computed",
+    "ttft_ms_p50": "time from arrival to the first output token, median",
+    "tpot_ms_p50": "time between output tokens, one value a request of two tokens or more, median",
+    "itl_ms_p50": "time between output tokens, all gaps of all requests pooled, median",
+    "latency_ms_p50": "time from arrival to the last output token, median",
+    "normalized_latency_ms": "mean over requests of latency per output token",
+    "output_tokens_per_s": "output tokens of all requests over the time from the first arrival to the last token",
+    "refused_or_empty": "requests that could never fit, or asked for nothing",
+    "tokens_equal": "every request got the same greedy tokens as under the first memory, near ties aside",
+    "near_tie_differences": "requests whose first differing token was between two logits equal within `near_tie`",
+    "capacity_tokens": "tokens that the budget pays for in whole units of this memory",
+}
 
 
 def request_metrics(requests: pl.DataFrame) -> dict[str, float | int]:
@@ -72,42 +97,53 @@ def request_metrics(requests: pl.DataFrame) -> dict[str, float | int]:
     return values
 
 
-def memory_metrics(steps: pl.DataFrame, capacity: int) -> dict[str, float | int]:
+def memory_metrics(steps: pl.DataFrame) -> dict[str, float | int]:
     """Memory use of one memory's steps.
 
     Args:
       steps: one row a step with `duration_ms`, `new_tokens`, `running`, `waiting`, `tokens`, `reserved`, `internal`,
-        `external`, `allocated`, `map_calls` and `mapping_ms`.
-      capacity: tokens that the memory budget pays for.
+        `external`, `allocated`, `recompute_tokens`, `map_calls`, `mapping_ms` and `sync_mapping_ms`.
 
     Returns:
-      Metrics by name. Shares are fractions of `capacity`, but `allocated_utilization` is one of what was allocated.
+      Metrics by name. Shares are fractions of the budget, but `allocated_utilization` is one of what was allocated.
     """
     busy = steps.filter(pl.col("new_tokens") > 0)
     queueing = busy.filter(pl.col("waiting") > 0)
-    measured = busy if queueing.is_empty() else queueing
-    weight = measured["duration_ms"].to_numpy()
-
-    def mean(column: str) -> float:
-        return float(np.average(measured[column].to_numpy(), weights=weight))
-
+    measured = _while_queueing(steps)
     busy_ms = float(busy["duration_ms"].sum())
+    shares = memory_shares(steps)
     return {
-        "peak_running": int(busy["running"].max()),  # pyright: ignore
-        "mean_running": mean("running"),
-        "pool_utilization": mean("tokens") / capacity,
-        "allocated_utilization": mean("tokens") / mean("allocated"),
-        "reservation_waste": mean("reserved") / capacity,
-        "internal_waste": mean("internal") / capacity,
-        "external_waste": mean("external") / capacity,
+        "peak_running": int(busy["running"].max()),  # pyright: ignore[reportArgumentType]
+        "mean_running": _mean(measured, "running"),
+        "pool_utilization": shares["tokens"],
+        "allocated_utilization": _mean(measured, "tokens") / _mean(measured, "allocated"),
+        "reservation_waste": shares["reservation"],
+        "internal_waste": shares["internal"],
+        "external_waste": shares["external"],
         "queueing_share": float(queueing["duration_ms"].sum()) / busy_ms,
         "map_calls": int(steps["map_calls"].sum()),
         "mapping_ms": float(steps["mapping_ms"].sum()),
+        "sync_mapping_ms": float(steps["sync_mapping_ms"].sum()),
         "recompute_tokens": int(steps["recompute_tokens"].sum()),
         "steps": len(busy),
     }
 
 
-def is_finite(values: dict[str, float | int]) -> bool:
-    """Whether every metric is a number that can be compared and plotted."""
-    return all(math.isfinite(value) for value in values.values())
+def memory_shares(steps: pl.DataFrame) -> dict[str, float]:
+    """Average shares of the memory that hold tokens and that are wasted, by kind; they add up to 1."""
+    measured = _while_queueing(steps)
+    capacity = sum(int(measured[kind][0]) for kind in ("tokens", "reserved", "internal", "external"))
+    names = {"tokens": "tokens", "reservation": "reserved", "internal": "internal", "external": "external"}
+    return {name: _mean(measured, column) / capacity for name, column in names.items()}
+
+
+def _while_queueing(steps: pl.DataFrame) -> pl.DataFrame:
+    """The steps that computed anything while requests waited; all that computed anything if none ever did."""
+    busy = steps.filter(pl.col("new_tokens") > 0)
+    queueing = busy.filter(pl.col("waiting") > 0)
+    return busy if queueing.is_empty() else queueing
+
+
+def _mean(steps: pl.DataFrame, column: str) -> float:
+    """Average over time: each step weighs as long as it lasted."""
+    return float(np.average(steps[column].to_numpy(), weights=steps["duration_ms"].to_numpy()))

@@ -1,0 +1,309 @@
+"""The same requests, the same budget, the same model, under every way of handing out the KV cache."""
+
+import dataclasses
+import hashlib
+import pathlib
+from typing import Any
+
+import numpy as np
+import polars as pl
+import rich.box
+from rich.console import Console
+from rich.table import Table
+
+from experiments import metrics, plots
+from experiments.progress import Progress
+from experiments.run_directory import RunDirectory
+from experiments.serving import Served, serve
+from experiments.token_check import compare_tokens
+from experiments.workloads.config import WorkloadConfig, load_workload
+from experiments.workloads.tokens import prompt_tokens
+from models.checkpoint import load_checkpoint, load_record
+from models.decoder import make_decode
+from models.text import load_corpus
+from paxkv.capacity import kv_budget, parse_size
+from paxkv.config import MemoryConfig, make_memory
+from paxkv.cost_model import StepCost
+from paxkv.engine import Engine
+from paxkv.memory import KVMemory
+from paxkv.model_shapes import KVShape
+from paxkv.requests import make_requests
+
+DESCRIPTION = "Paged, vAttention-style and reserved memory on the same requests and budget, with a trained model."
+MODELLED = metrics.MODELLED
+GLOSSARY = metrics.GLOSSARY
+"""What each metric means, in a sentence."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One comparison.
+
+    Attributes:
+      experiment: `paged_vs_contiguous`.
+      seed: of arrivals, lengths, prompts and sampling, a stream each.
+      model: folder of the checkpoint.
+      workload: what is asked of the server.
+      kv_memory: budget for keys and values, such as "8 MiB", the same for every memory.
+      memory_fraction: share of it that may be used, as decimal text.
+      rows: most requests that run at once; a batch never exceeds it, however much memory is left.
+      max_model_len: most tokens of one sequence, and what `reserved_max` reserves.
+      token_budget: most tokens computed in a step.
+      temperature: 0 samples greedily, which is what makes memories comparable token by token.
+      near_tie: a first difference between two memories' greedy tokens is accepted where the best two logits lie
+        within this: recomputation after a preemption adds in another order.
+      steps_per_dispatch: steps between two looks of the host.
+      kernels: backend of the attention kernels; None picks the best for the device.
+      cost: the modelled clock.
+      memories: what is compared, by name. The first one is the reference for the tokens.
+    """
+
+    experiment: str = "paged_vs_contiguous"
+    seed: int = 0
+    model: pathlib.Path = pathlib.Path("models/checkpoints/byte_llama")
+    workload: WorkloadConfig = dataclasses.field(default_factory=WorkloadConfig)
+    kv_memory: str = "8 MiB"
+    memory_fraction: str = "1"
+    rows: int = 48
+    max_model_len: int = 1024
+    token_budget: int = 128
+    temperature: float = 0.0
+    near_tie: float = 1e-4
+    steps_per_dispatch: int = 32
+    kernels: str | None = None
+    cost: StepCost = dataclasses.field(default_factory=StepCost)
+    memories: dict[str, MemoryConfig] = dataclasses.field(default_factory=dict)
+
+
+def parts(config: Config) -> list[str]:
+    """Each memory is served, and can be resumed, by itself."""
+    return list(config.memories)
+
+
+def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, dict[str, Any]]:
+    """Serves the workload with each memory in turn, then compares what they did."""
+    if not config.memories:
+        raise ValueError("memories: expected at least one, as in `memories: {paged: {kind: paged}}`, got none")
+    model = load_checkpoint(config.model)
+    if config.max_model_len > model.config.max_len:
+        raise ValueError(
+            f"max_model_len: expected at most {model.config.max_len}, the context that {config.model} was trained for, "
+            f"got {config.max_model_len}; scale the workload's lengths down instead"
+        )
+    shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, element_bytes=4)
+    budget_bytes = kv_budget(parse_size(config.kv_memory, "kv_memory"), config.memory_fraction)
+    memories = {
+        name: make_memory(memory, shape, budget_bytes, config.rows, config.max_model_len)
+        for name, memory in config.memories.items()
+    }
+    workload = load_workload(config.workload, config.max_model_len, config.seed)
+    corpus = load_corpus()
+    prompts = prompt_tokens(workload, config.seed, corpus.heldout.tobytes())
+    requests = make_requests(
+        prompts,
+        workload.prompt_len,
+        workload.output_len,
+        workload.arrival_ms,
+        seed=config.seed,
+        temperature=config.temperature,
+    )
+    run_dir.add_manifest(
+        workload=dataclasses.asdict(workload.provenance),
+        prompts_sha256=hashlib.sha256(np.ascontiguousarray(prompts).tobytes()).hexdigest(),
+        prompt_text_sha256=corpus.sha256,
+        model=load_record(config.model),
+        kv_budget_bytes=budget_bytes,
+        kv_bytes_per_token=shape.token_bytes,
+    )
+    decode, params = make_decode(model)
+    for name, memory in memories.items():
+        if run_dir.finished_part(name) is None:
+            engine = Engine(memory, decode, config.token_budget, config.cost, config.kernels)
+            with progress.task(name, total=workload.num_requests) as advance:
+                shown = 0
+
+                def show(ended: int) -> None:
+                    nonlocal shown
+                    advance(ended - shown)
+                    shown = ended
+
+                served = serve(engine, params, requests, workload, shape, config.steps_per_dispatch, show)
+            with run_dir.part(name) as part:
+                _write(part, served, memory)
+    for table in ("steps", "requests", "pool"):
+        run_dir.write_parquet(f"{table}.parquet", _gather(run_dir, list(memories), table))
+    return _results(config, run_dir, memories)
+
+
+def _write(part: Any, served: Served, memory: KVMemory[Any]) -> None:
+    part.write_parquet("steps.parquet", served.steps)
+    part.write_parquet("requests.parquet", served.requests)
+    part.write_parquet("pool.parquet", served.pool)
+    part.write_json(
+        "memory.json",
+        {
+            "capacity_tokens": memory.capacity,
+            "units": memory.num_units,
+            "slots": memory.num_slots,
+            "wall_compile_s": served.wall_compile_s,
+        },
+    )
+
+
+def _gather(run_dir: RunDirectory, names: list[str], table: str) -> pl.DataFrame:
+    """The parts' tables below one another, with a column that names the memory."""
+    frames = [_part(run_dir, name).read_parquet(f"{table}.parquet") for name in names]
+    return pl.concat(f.select(pl.lit(n).alias("memory"), pl.all()) for n, f in zip(names, frames, strict=True))
+
+
+def _part(run_dir: RunDirectory, name: str) -> Any:
+    part = run_dir.finished_part(name)
+    if part is None:
+        raise RuntimeError(f"part {name!r} of {run_dir.path} is missing")
+    return part
+
+
+def _results(config: Config, run_dir: RunDirectory, memories: dict[str, KVMemory[Any]]) -> dict[str, dict[str, Any]]:
+    requests = run_dir.read_parquet("requests.parquet")
+    steps = run_dir.read_parquet("steps.parquet")
+    reference = requests.filter(pl.col("memory") == next(iter(memories)))
+    found: dict[str, dict[str, Any]] = {}
+    for name, memory in memories.items():
+        own = requests.filter(pl.col("memory") == name)
+        same = compare_tokens(reference, own, config.near_tie)
+        found[name] = {
+            **metrics.memory_metrics(steps.filter(pl.col("memory") == name)),
+            **metrics.request_metrics(own),
+            "tokens_equal": same.unexplained == 0 if config.temperature == 0 else None,
+            "near_tie_differences": same.near_ties,
+            "unexplained_differences": same.unexplained,
+            "capacity_tokens": memory.capacity,
+        }
+    return found
+
+
+def failed_checks(results: dict[str, dict[str, Any]]) -> list[str]:
+    """What every run must show, whatever the workload."""
+    failures = [
+        f"{name}: {values['unexplained_differences']} requests got other greedy tokens than under the first memory"
+        for name, values in results.items()
+        if values["tokens_equal"] is False
+    ]
+    shares = ("pool_utilization", "reservation_waste", "internal_waste", "external_waste")
+    for name, values in results.items():
+        total = sum(values[share] for share in shares)
+        if abs(total - 1) > 1e-9 or min(values[share] for share in shares) < 0:
+            failures.append(f"{name}: the shares of its memory add up to {total} instead of 1, or one is negative")
+    return failures
+
+
+_COLUMNS = {
+    "peak_running": ("peak\nrunning", "{:.0f}"),
+    "mean_running": ("mean\nrunning", "{:.1f}"),
+    "pool_utilization": ("tokens", "{:.1%}"),
+    "reservation_waste": ("reser-\nvation", "{:.1%}"),
+    "internal_waste": ("internal", "{:.1%}"),
+    "external_waste": ("external", "{:.1%}"),
+    "allocated_utilization": ("of allo-\ncated", "{:.1%}"),
+    "preemptions": ("pre-\nempted", "{:.0f}"),
+    "map_calls": ("map\ncalls", "{:.0f}"),
+    "steps": ("steps", "{:.0f}"),
+    "ttft_ms_p50": ("TTFT\np50 ms*", "{:.0f}"),
+    "tpot_ms_p50": ("TPOT\np50 ms*", "{:.2f}"),
+    "normalized_latency_ms": ("ms per\ntoken*", "{:.1f}"),
+    "output_tokens_per_s": ("tokens\nper s*", "{:.0f}"),
+    "tokens_equal": ("same\ntokens", "{}"),
+}
+
+
+def render(results: dict[str, dict[str, Any]], console: Console) -> None:
+    """Prints one line a memory."""
+    table = Table(
+        title="The same requests and KV budget under each memory", caption="* modelled", box=rich.box.SIMPLE_HEAD
+    )
+    table.add_column("memory")
+    for heading, _ in _COLUMNS.values():
+        table.add_column(heading, justify="right")
+    for name, values in results.items():
+        cells = [
+            "-" if values.get(metric) is None else form.format(values[metric]) for metric, (_, form) in _COLUMNS.items()
+        ]
+        table.add_row(name, *cells)
+    console.print(table)
+
+
+def figures(run_path: pathlib.Path) -> list[plots.Figure]:
+    """Running requests and utilisation over time, waste, latency, and the memory itself."""
+    steps = pl.read_parquet(run_path / "steps.parquet")
+    requests = pl.read_parquet(run_path / "requests.parquet")
+    pool = pl.read_parquet(run_path / "pool.parquet")
+    names = steps["memory"].unique(maintain_order=True).to_list()
+    by_name = {name: steps.filter(pl.col("memory") == name) for name in names}
+    return [
+        _over_time(by_name),
+        _waste(by_name),
+        _latency({name: requests.filter(pl.col("memory") == name) for name in names}),
+        *(_picture(name, pool.filter(pl.col("memory") == name), len(requests) // len(names)) for name in names),
+    ]
+
+
+def _over_time(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
+    figure, (top, bottom) = plots.canvas(2, 1, sharex=True)
+    seconds = {name: (steps["clock_ms"] / 1000).to_numpy() for name, steps in by_name.items()}
+    plots.over_time(top, {n: (seconds[n], s["running"].to_numpy()) for n, s in by_name.items()}, "")
+    top.set_ylabel("running requests")
+    shares = {
+        name: (
+            seconds[name],
+            (
+                steps["tokens"] / (steps["tokens"] + steps["reserved"] + steps["internal"] + steps["external"])
+            ).to_numpy(),
+        )
+        for name, steps in by_name.items()
+    }
+    plots.over_time(bottom, shares, "modelled time in s")
+    bottom.get_legend().remove()
+    bottom.set_ylabel("share of the pool\nthat holds tokens")
+    return plots.Figure(
+        "Over time", "Whoever fits more requests into the same memory is done earlier. Time is modelled.", figure
+    )
+
+
+def _waste(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
+    figure, axes = plots.canvas(height=0.5 * len(by_name) + 1.0)
+    plots.stacked_shares(axes, {name: metrics.memory_shares(steps) for name, steps in by_name.items()})
+    axes.set_xlabel("share of the KV budget, average over the time in which requests were queueing")
+    return plots.Figure(
+        "Where the memory goes",
+        "Its owner will fill a reservation later, and internal waste never; external is free, or lost in between.",
+        figure,
+    )
+
+
+def _latency(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
+    figure, (left, right) = plots.canvas(1, 2, height=3.4)
+    served = {name: requests.filter(pl.col("generated") > 0) for name, requests in by_name.items()}
+    plots.cdf(left, {n: ((r["first_token_ms"] - r["arrival_ms"]) / 1000).to_numpy() for n, r in served.items()}, "")
+    left.set_xlabel("time to first token in s (modelled)")
+    per_token = {n: ((r["ended_ms"] - r["arrival_ms"]) / r["generated"]).to_numpy() for n, r in served.items()}
+    plots.cdf(right, per_token, "")
+    right.set_xlabel("latency per output token in ms (modelled)")
+    for axes in (left, right):
+        axes.set_xlim(left=0)
+        axes.get_legend().remove()
+    handles, labels = left.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside upper left", ncols=3)
+    return plots.Figure("Latency", "Share of the requests that waited no longer than this.", figure)
+
+
+def _picture(name: str, pool: pl.DataFrame, num_requests: int) -> plots.Figure:
+    owners = np.array(pool["owners"].to_list()).T
+    figure, axes = plots.canvas(height=2.4)
+    last = int(pool["step"].max())  # pyright: ignore[reportArgumentType]
+    unit = {"paged": "block", "vattention": "page group"}.get(name, "range of slots")
+    picture = np.where(owners < 0, num_requests, owners)
+    plots.memory_picture(axes, picture, num_requests, unit, steps=(0, last))
+    axes.set_xlabel("step")
+    return plots.Figure(
+        f"The memory of {name}", "One colour a request, white is free. One column for every dispatch.", figure
+    )

@@ -1,0 +1,129 @@
+"""The knobs of a memory, and the one function that makes a memory of them."""
+
+import dataclasses
+from typing import Any, Literal, get_args
+
+from paxkv.contiguous import VAttention
+from paxkv.memory import KVMemory
+from paxkv.model_shapes import KVShape
+from paxkv.page_groups import PageGroups
+from paxkv.paged import Paged
+from paxkv.reserved import Reserved
+from paxkv.sizes import parse_fraction, parse_size
+
+MemoryKind = Literal["paged", "vattention", "reserved_max", "reserved_pow2", "reserved_oracle"]
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryConfig:
+    """One way to hand out the KV cache. A knob that its kind does not have must keep its default.
+
+    Attributes:
+      kind: which memory.
+      block_size: paged: tokens in a block.
+      num_blocks: paged: this many blocks instead of what the budget pays for; None for the budget.
+      watermark: paged, vattention: share of the memory kept back from admissions while anything runs, as decimal text.
+      page: vattention: size of a physical page, such as "64 KiB" or "2 MiB".
+      lookahead_steps: vattention: how many steps ahead the background maps.
+      background_groups: vattention: most page groups that a step maps ahead of need.
+      deferred_reclaim: vattention: leave the groups of an ended request mapped for the next one.
+      min_block: reserved: smallest range of the buddy allocator in tokens, a power of two.
+    """
+
+    kind: MemoryKind = "paged"
+    block_size: int = 16
+    num_blocks: int | None = None
+    watermark: str = "0"
+    page: str = "2 MiB"
+    lookahead_steps: int = 10
+    background_groups: int = 2
+    deferred_reclaim: bool = True
+    min_block: int = 1
+
+
+_KNOBS: dict[str, tuple[str, ...]] = {
+    "paged": ("block_size", "num_blocks", "watermark"),
+    "vattention": ("page", "watermark", "lookahead_steps", "background_groups", "deferred_reclaim"),
+    "reserved_max": ("min_block",),
+    "reserved_pow2": ("min_block",),
+    "reserved_oracle": ("min_block",),
+}
+
+
+def make_memory(config: MemoryConfig, shape: KVShape, budget_bytes: int, rows: int, max_len: int) -> KVMemory[Any]:
+    """The memory that `budget_bytes` pay for.
+
+    Args:
+      config: which memory, and its knobs.
+      shape: keys and values of the model on one device.
+      budget_bytes: bytes for keys and values. What does not fill a whole unit of the memory is left unused.
+      rows: most sequences in flight.
+      max_len: most tokens of one sequence.
+
+    Raises:
+      ValueError: a knob is out of range or belongs to another kind, or the budget does not pay for one unit.
+    """
+    _refuse_foreign_knobs(config)
+    match config.kind:
+        case "paged":
+            num_blocks = config.num_blocks or _units("block", budget_bytes, shape.block_bytes(config.block_size))
+            return Paged(
+                rows=rows,
+                max_len=max_len,
+                block_size=config.block_size,
+                num_blocks=num_blocks,
+                watermark_blocks=_watermark(config, num_blocks),
+            )
+        case "vattention":
+            pages = PageGroups(shape, parse_size(config.page, "page"))
+            num_groups = _units("page group", budget_bytes, pages.group_bytes)
+            return VAttention(
+                rows=rows,
+                max_len=max_len,
+                num_groups=num_groups,
+                page_bytes=pages.page_bytes,
+                token_bytes=shape.tensor_token_bytes,
+                buffers=pages.num_tensors,
+                lookahead_steps=config.lookahead_steps,
+                background_groups=config.background_groups,
+                deferred_reclaim=config.deferred_reclaim,
+                watermark_groups=_watermark(config, num_groups),
+            )
+        case "reserved_max" | "reserved_pow2" | "reserved_oracle":
+            leaves = _units("smallest range", budget_bytes, shape.token_bytes * config.min_block)
+            return Reserved(
+                rows=rows,
+                max_len=max_len,
+                num_slots=leaves * config.min_block,
+                policy=config.kind.removeprefix("reserved_"),  # pyright: ignore[reportArgumentType]
+                min_block=config.min_block,
+            )
+    raise ValueError(f"kind: expected one of {', '.join(get_args(MemoryKind))}, got {config.kind!r}")
+
+
+def _units(name: str, budget_bytes: int, unit_bytes: int) -> int:
+    if budget_bytes < unit_bytes:
+        raise ValueError(
+            f"budget_bytes: expected at least {unit_bytes}, one {name}, got {budget_bytes}; use more memory, or make "
+            f"the {name} smaller"
+        )
+    return budget_bytes // unit_bytes
+
+
+def _watermark(config: MemoryConfig, num_units: int) -> int:
+    """Units kept back, rounded down as vLLM does."""
+    if config.watermark == "0":
+        return 0
+    return int(parse_fraction(config.watermark, "watermark") * num_units)
+
+
+def _refuse_foreign_knobs(config: MemoryConfig) -> None:
+    """A knob that does nothing would make two configs that differ mean the same."""
+    default = MemoryConfig()
+    for field in dataclasses.fields(config):
+        changed = getattr(config, field.name) != getattr(default, field.name)
+        if field.name != "kind" and changed and field.name not in _KNOBS.get(config.kind, (field.name,)):
+            raise ValueError(
+                f"{field.name}: expected its default for memory of kind {config.kind!r}, which has no such knob, got "
+                f"{getattr(config, field.name)!r}; {config.kind} has {', '.join(_KNOBS[config.kind])}"
+            )
