@@ -2,7 +2,11 @@
 
 import sys
 
-from experiments.cli import main
-
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        from experiments.cli import main
+
+        code = main()
+    except ModuleNotFoundError as error:
+        sys.exit(f"error: the package {error.name} is not installed; run through uv: uv run python -m experiments")
+    sys.exit(code)

@@ -4,6 +4,7 @@ What a file says is what an experiment gets: a key that no field has, a key give
 belongs and a fraction where a whole number belongs are all refused, with the dotted key and a suggestion.
 """
 
+import copy
 import dataclasses
 import hashlib
 import json
@@ -64,7 +65,7 @@ def read_text(path: pathlib.Path) -> str:
 def header(text: str) -> str:
     """The comment that opens a config, without its marks: the question, the command, the time, the result."""
     lines: list[str] = []
-    for line in text.splitlines():
+    for line in text.lstrip().splitlines():
         if not line.startswith("#"):
             break
         lines.append(line.removeprefix("#").removeprefix(" ").rstrip())
@@ -77,7 +78,7 @@ def override(raw: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, Any
     Raises:
       UserError: a value is not YAML, or a key leads through something that has no keys.
     """
-    result = json.loads(json.dumps(raw))
+    result = copy.deepcopy(raw)
     for dotted, text in overrides.items():
         try:
             value = yaml.load(text, Loader=_StrictLoader)
@@ -138,12 +139,14 @@ class _StrictLoader(yaml.SafeLoader):
     """YAML without repeated keys, in which 1e-3 is a number."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
+        seen: list[Any] = []
         for key_node, _ in node.value:
+            if key_node.tag == "tag:yaml.org,2002:merge":  # `<<: *base` gives what the other keys may replace
+                continue
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", key_node.start_mark)
-            seen.add(key)
+            seen.append(key)
         return super().construct_mapping(node, deep)
 
 
@@ -234,11 +237,12 @@ def _wrong(key: str, expected: str, got: Any, suggestion: str = "") -> UserError
 
 
 def _describe(value: Any) -> str:
-    kinds = {dict: "a mapping", list: "a list", str: "the text", type(None): "nothing", bool: "the truth value"}
     if value is None:
         return "nothing"
+    kinds = {dict: "a mapping", list: "a list", str: "the text", bool: "the truth value"}
     kind = kinds.get(type(value), "the number" if isinstance(value, int | float) else f"a {type(value).__name__}")
-    return f"{kind} {value!r}"
+    text = repr(value)
+    return f"{kind} {text if len(text) <= 60 else text[:57] + '...'}"
 
 
 def _type_name(hint: Any) -> str:

@@ -13,7 +13,9 @@ and may have
   what is missing.
 - `failed_checks(results) -> list[str]`: one sentence for each thing that should hold and does not. Any makes the
   run's status `failed` and its exit code 1.
-- `render(results, console)`: prints its tables; without it, one table of names and metrics.
+- `tables(results) -> list[results.Table]`: its tables, in the terminal and in the report; without it, one table of
+  names and metrics.
+- `render(results, console)`: prints them in the terminal in a way of its own.
 - `figures(run_path) -> list[plots.Figure]`: drawn from the files of the run alone.
 - `GLOSSARY: Mapping[str, str]`: metric to a plain explanation, shown in the report.
 - `MODELLED: frozenset[str]`: metrics that come from a cost model; they carry the word wherever they are shown.
@@ -28,6 +30,9 @@ from collections.abc import Callable, Mapping
 from types import ModuleType
 from typing import Any
 
+import rich.console
+
+from experiments import results
 from experiments.errors import UserError, did_you_mean
 
 EXPERIMENTS: Mapping[str, str] = {
@@ -47,10 +52,18 @@ class Experiment:
     run: Callable[..., Any]
     parts: Callable[[Any], list[str]]
     failed_checks: Callable[[Any], list[str]]
+    tables: Callable[[Any], list[results.Table]]
     render: Callable[..., None] | None
     figures: Callable[[pathlib.Path], list[Any]]
     glossary: Mapping[str, str]
     modelled: frozenset[str]
+
+    def show(self, found: results.Results, console: rich.console.Console) -> None:
+        """Prints the results of a run."""
+        if self.render is not None:
+            self.render(found, console)
+        else:
+            results.render(self.tables(found), console)
 
 
 def load(name: str, experiments: Mapping[str, str]) -> Experiment:
@@ -74,17 +87,19 @@ def from_module(name: str, module: ModuleType) -> Experiment:
     Raises:
       AttributeError: the module lacks `Config`, `DESCRIPTION` or `run`.
     """
+    modelled = getattr(module, "MODELLED", frozenset())
     return Experiment(
         name=name,
         config_class=module.Config,
         description=module.DESCRIPTION,
         run=module.run,
         parts=getattr(module, "parts", lambda config: []),
-        failed_checks=getattr(module, "failed_checks", lambda results: []),
+        failed_checks=getattr(module, "failed_checks", lambda found: []),
+        tables=getattr(module, "tables", lambda found: [results.table(found, modelled)]),
         render=getattr(module, "render", None),
         figures=getattr(module, "figures", lambda run_path: []),
         glossary=getattr(module, "GLOSSARY", {}),
-        modelled=getattr(module, "MODELLED", frozenset()),
+        modelled=modelled,
     )
 
 

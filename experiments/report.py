@@ -45,7 +45,7 @@ def build(path: pathlib.Path, experiment: registry.Experiment, summary: Mapping[
     sections = (
         _header(experiment, summary, facts, configs.header(config_text)),
         _section("Checks that failed", _failures(experiment.failed_checks(summary["results"]))),
-        _section("Results", _table(*results.table(summary["results"], experiment.modelled))),
+        _section("Results", "".join(map(_table, experiment.tables(summary["results"])))),
         _section("What the numbers mean", _glossary(summary["results"], experiment)),
         _section("Figures", "".join(figures)),
         _section("Config", f"<pre>{_text(config_text)}</pre>"),
@@ -90,21 +90,19 @@ def _failures(failures: Sequence[str]) -> str:
     return f'<ul class="bad">{items}</ul>' if failures else ""
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = "".join(f'<th scope="col">{_modelled(heading)}</th>' for heading in headings)
+def _table(table: results.Table) -> str:
+    head = "".join(f'<th scope="col">{_modelled(heading)}</th>' for heading in table.headings)
     body = "\n".join(
-        "<tr>"
-        + "".join(f'<th scope="row">{_modelled(c)}</th>' if i == 0 else _cell(c) for i, c in enumerate(row))
-        + "</tr>"
-        for row in rows
+        f'<tr><th scope="row">{_modelled(row[0])}</th>{"".join(map(_cell, row[1:]))}</tr>' for row in table.rows
     )
-    return f'<div class="scroll"><table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table></div>'
+    title = f"<h3>{_text(table.title)}</h3>\n" if table.title else ""
+    grid = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
+    return f'{title}<div class="scroll">{grid}</div>\n'
 
 
 def _cell(value: str) -> str:
     """Numbers stand right, under one another; words stand left."""
-    is_number = re.fullmatch(r"-|-?[\d,.]+(e[-+]?\d+)?", value) is not None
-    return f"<td>{_text(value)}</td>" if is_number else f'<td class="text">{_text(value)}</td>'
+    return f"<td>{_text(value)}</td>" if results.stands_right(value) else f'<td class="text">{_text(value)}</td>'
 
 
 def _modelled(heading: str) -> str:

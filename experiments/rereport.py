@@ -29,7 +29,7 @@ def rereport(path: pathlib.Path, experiments: Mapping[str, str], console: rich.c
         return _unfinished(path, name, experiments, console)
     summary = files.read_json(path / SUMMARY)
     experiment = registry.load(name, experiments)
-    results.render(summary["results"], console, experiment.modelled, experiment.render)
+    experiment.show(summary["results"], console)
     files.write_text(path / REPORT, report.build(path, experiment, summary))
     print(results.summary_line(summary))
     return 0

@@ -2,11 +2,13 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
-from typing import Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import rich.box
 import rich.console
+import rich.markup
 import rich.table
 
 Value = float | int | bool | str | None
@@ -14,6 +16,14 @@ Value = float | int | bool | str | None
 Results = Mapping[str, Mapping[str, Value]]
 
 FINISHED, FAILED, UNFINISHED = "finished", "failed", "unfinished"
+
+
+class Table(NamedTuple):
+    """A table of text, the same in the terminal and in the report."""
+
+    headings: Sequence[str]  # the first one is of the rows' names
+    rows: Sequence[Sequence[str]]
+    title: str = ""
 
 
 def plain(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Value]]:
@@ -38,34 +48,38 @@ def summary_line(value: Mapping[str, Any]) -> str:
     return json.dumps(value, separators=(",", ":"), allow_nan=False)
 
 
-def render(
-    results: Results,
-    console: rich.console.Console,
-    modelled: frozenset[str],
-    custom: Callable[[Results, rich.console.Console], None] | None,
-) -> None:
-    """Prints results the experiment's own way, or as one table."""
-    if custom is not None:
-        custom(results, console)
-        return
-    headings, rows = table(results, modelled)
-    grid = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    for index, heading in enumerate(headings):
-        grid.add_column(heading, justify="right" if index else "left", no_wrap=index == 0)
-    for row in rows:
-        grid.add_row(*row)
-    console.print(grid)
+def render(tables: Sequence[Table], console: rich.console.Console) -> None:
+    """Prints tables."""
+    for headings, rows, title in tables:
+        grid = rich.table.Table(title=title or None, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+        for index, heading in enumerate(headings):
+            numbers = index > 0 and all(stands_right(row[index]) for row in rows)
+            grid.add_column(rich.markup.escape(heading), justify="right" if numbers else "left", no_wrap=index == 0)
+        for row in rows:
+            grid.add_row(*map(rich.markup.escape, row))
+        console.print(grid)
 
 
-def table(results: Results, modelled: frozenset[str]) -> tuple[list[str], list[list[str]]]:
-    """Headings and rows of results as text; the longer of names and metrics runs down the page."""
+def table(results: Results, modelled: frozenset[str]) -> Table:
+    """Results as one table, in the shape that suits them.
+
+    Names that share most of their metrics make a grid, the longer side down the page; others a line per metric.
+    """
     metrics = list(dict.fromkeys(metric for values in results.values() for metric in values))
-    labels = {metric: label(metric, modelled) for metric in metrics}
+    shared = sum(map(len, results.values())) >= len(metrics) * len(results) / 2
+    if not shared:
+        lines = [(name, metric) for name, values in results.items() for metric in values]
+        firsts = {(name, next(iter(values))) for name, values in results.items() if values}
+        rows = [
+            [name if (name, metric) in firsts else "", label(metric, modelled), show(results[name].get(metric))]
+            for name, metric in lines
+        ]
+        return Table(["", "metric", "value"], rows)
+    labels = [label(metric, modelled) for metric in metrics]
     if len(metrics) >= len(results):
-        rows = [[labels[m], *(show(values, m) for values in results.values())] for m in metrics]
-        return ["", *results], rows
-    rows = [[name, *(show(values, m) for m in metrics)] for name, values in results.items()]
-    return ["", *labels.values()], rows
+        rows = [[text, *(show(v.get(m)) for v in results.values())] for text, m in zip(labels, metrics, strict=True)]
+        return Table(["", *results], rows)
+    return Table(["", *labels], [[name, *(show(v.get(m)) for m in metrics)] for name, v in results.items()])
 
 
 def label(metric: str, modelled: frozenset[str]) -> str:
@@ -73,19 +87,23 @@ def label(metric: str, modelled: frozenset[str]) -> str:
     return f"{metric} (modelled)" if metric in modelled and "modelled" not in metric else metric
 
 
-def show(values: Mapping[str, Value], metric: str) -> str:
+def show(value: Value) -> str:
     """A metric as text; a dash where it is not defined."""
-    match values.get(metric):
+    match value:
         case None:
             return "-"
-        case bool(value):
+        case bool():
             return "yes" if value else "no"
-        case int(value):
+        case int():
             return f"{value:,}"
-        case float(value):
+        case float():
             return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
-        case value:
-            return str(value)
+    return value
+
+
+def stands_right(text: str) -> bool:
+    """Whether a cell is a number or as short as one, so that it stands to the right under others."""
+    return re.fullmatch(r"-|yes|no|-?[\d,.]+(e[-+]?\d+)?%?", text) is not None
 
 
 def _plain(value: Any, where: str) -> Value:

@@ -74,7 +74,7 @@ def run(loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: ric
         status = results.FAILED if failures else results.FINISHED
         summary = results.summary(experiment.name, str(path), status, found)
         run_dir.write_json(MANIFEST, run_dir.read_json(MANIFEST) | {"finished": manifest.now()})
-        results.render(found, console, experiment.modelled, experiment.render)
+        experiment.show(found, console)
         files.write_text(path / REPORT, report.build(path, experiment, summary))
         run_dir.write_json(SUMMARY, summary)
     for failure in failures:

@@ -156,7 +156,7 @@ def finished_parts(path: pathlib.Path) -> list[str]:
 def is_running(path: pathlib.Path) -> bool:
     """Whether a live process holds the directory."""
     try:
-        lock = os.open(path / _LOCK, os.O_RDWR)
+        lock = os.open(path / _LOCK, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:
