@@ -8,12 +8,12 @@ the batch, so it is compiled once; a scan over it runs a whole dispatch on the d
 
 import dataclasses
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32
+from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels.kv_write import kv_write
 from paxkv.cost_model import StepCost, step_ticks
@@ -245,12 +245,21 @@ def _forward(
         logits, cache = engine.decode(params, tokens, position, last, cache, attend)
         return cache, logits
 
-    return jax.lax.cond(
-        jnp.max(plan.new_tokens) <= 1,
-        lambda cache: compute(cache, engine.memory.rows, 1),
-        lambda cache: compute(cache, engine.token_budget, engine.token_budget),
-        cache,
-    )
+    rows, budget = engine.memory.rows, engine.token_budget
+    only_decodes = jnp.max(plan.new_tokens) <= 1
+    vocab = jax.eval_shape(lambda c: compute(c, rows, 1)[1], cache).shape[1]
+    carry = (cache, jnp.zeros((rows, vocab), jnp.float32))
+    carry = _run_if(only_decodes, lambda c: compute(c[0], rows, 1), carry)
+    return _run_if(~only_decodes, lambda c: compute(c[0], budget, budget), carry)
+
+
+def _run_if(condition: Bool[Array, ""], body: Callable[[Any], Any], carry: Any) -> Any:
+    """`body(carry)` if the condition holds, else `carry`; in place.
+
+    A loop that runs once or not at all: XLA copies what the branches of a conditional write, here all keys and
+    values in every step, but not what a loop carries.
+    """
+    return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, c: body(c), carry)
 
 
 def _known_token(
