@@ -15,18 +15,9 @@ def main() -> None:
     _, after = rest.split(END)
     PYPROJECT.write_text(before + BEGIN + END + after)
     try:
+        command = "uv pip compile -q --universal --python-version 3.11 --fork-strategy requires-python --group dev"
         resolved = subprocess.run(
-            [
-                "uv",
-                "pip",
-                "compile",
-                "--universal",
-                "--python-version",
-                "3.11",
-                "--no-annotate",
-                "--no-header",
-            ]
-            + ["--fork-strategy", "requires-python", "--group", "dev", "-q", str(PYPROJECT)],
+            [*command.split(), "--no-annotate", "--no-header", str(PYPROJECT)],
             check=True,
             capture_output=True,
             text=True,

@@ -1,6 +1,7 @@
 """What a step of an allocator costs on this machine, inside a scan, and whether it depends on the pool's size."""
 
 import dataclasses
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -149,14 +150,13 @@ def render(results: dict[str, dict[str, Any]], console: Console) -> None:
     for column in ("operation", "us", "us, larger pool", "ratio"):
         table.add_column(column, justify="left" if column == "operation" else "right")
     for name, values in results.items():
-        larger = next(key for key in values if key.startswith("us_") and key.endswith("x"))
-        table.add_row(
-            name,
-            f"{values['us']:.2f} ({values['us_lower_quartile']:.2f} to {values['us_upper_quartile']:.2f})",
-            f"{values[larger]:.2f} ({values[larger + '_lower_quartile']:.2f} to {values[larger + '_upper_quartile']:.2f})",
-            f"{values['ratio']:.2f}",
-        )
+        larger = next(key for key in values if re.fullmatch(r"us_\d+x", key))
+        table.add_row(name, _spread(values, "us"), _spread(values, larger), f"{values['ratio']:.2f}")
     console.print(table)
+
+
+def _spread(values: dict[str, Any], key: str) -> str:
+    return f"{values[key]:.2f} ({values[key + '_lower_quartile']:.2f} to {values[key + '_upper_quartile']:.2f})"
 
 
 def _copy(state: PagedState) -> PagedState:

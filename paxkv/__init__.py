@@ -1,1 +1,76 @@
-"""."""
+"""How a KV cache is handed out: memories, scheduling and the engine as pure functions of state.
+
+memory = make_memory(MemoryConfig(kind="paged"), shape, budget_bytes, rows=32, max_len=1024)
+engine = Engine(memory, decode, token_budget=128)
+state = init_engine(engine, requests, cache)
+state, records = run_steps(engine, params, requests, state, num_steps=64)
+"""
+
+from paxkv.block_pool import BlockPool
+from paxkv.capacity import BlockPlan, kv_budget, plan_blocks
+from paxkv.checks import check
+from paxkv.config import MemoryConfig, make_memory
+from paxkv.contiguous import VAttention, VAttentionState
+from paxkv.cost_model import StepCost
+from paxkv.engine import Decode, Engine, EngineState, StepRecord, all_ended, init_engine, run_steps
+from paxkv.kv_cache import Attend, KVCache, init_kv_cache
+from paxkv.memory import Ask, KVMemory, MapCalls, Usage, usage
+from paxkv.model_shapes import KVShape, model_shape
+from paxkv.outcomes import Faults, MemoryFaultError, Outcome, raise_on_fault
+from paxkv.page_groups import PageGroups
+from paxkv.paged import Paged, PagedState
+from paxkv.requests import Progress, Reason, Requests, Status, make_requests
+from paxkv.reserved import Reserved, ReservedState
+from paxkv.scheduler import Plan, SchedulerState, commit, init_scheduler, schedule
+from paxkv.sizes import parse_fraction, parse_size
+
+__all__ = [
+    "Ask",
+    "Attend",
+    "BlockPlan",
+    "BlockPool",
+    "Decode",
+    "Engine",
+    "EngineState",
+    "Faults",
+    "KVCache",
+    "KVMemory",
+    "KVShape",
+    "MapCalls",
+    "MemoryConfig",
+    "MemoryFaultError",
+    "Outcome",
+    "PageGroups",
+    "Paged",
+    "PagedState",
+    "Plan",
+    "Progress",
+    "Reason",
+    "Requests",
+    "Reserved",
+    "ReservedState",
+    "SchedulerState",
+    "Status",
+    "StepCost",
+    "StepRecord",
+    "Usage",
+    "VAttention",
+    "VAttentionState",
+    "all_ended",
+    "check",
+    "commit",
+    "init_engine",
+    "init_kv_cache",
+    "init_scheduler",
+    "kv_budget",
+    "make_memory",
+    "make_requests",
+    "model_shape",
+    "parse_fraction",
+    "parse_size",
+    "plan_blocks",
+    "raise_on_fault",
+    "run_steps",
+    "schedule",
+    "usage",
+]
