@@ -8,7 +8,7 @@ state, records = run_steps(engine, params, requests, state, num_steps=64)
 
 from paxkv.block_pool import BlockPool
 from paxkv.capacity import BlockPlan, kv_budget, plan_blocks
-from paxkv.checks import check
+from paxkv.checks import require_invariants, violations
 from paxkv.config import MemoryConfig, make_memory
 from paxkv.contiguous import VAttention, VAttentionState
 from paxkv.cost_model import StepCost
@@ -57,7 +57,6 @@ __all__ = [
     "VAttention",
     "VAttentionState",
     "all_ended",
-    "check",
     "commit",
     "init_engine",
     "init_kv_cache",
@@ -70,7 +69,9 @@ __all__ = [
     "parse_size",
     "plan_blocks",
     "raise_on_fault",
+    "require_invariants",
     "run_steps",
     "schedule",
     "usage",
+    "violations",
 ]
