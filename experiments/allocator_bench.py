@@ -75,8 +75,7 @@ def decode_scan(memory: Paged, steps: int) -> Callable[[PagedState], PagedState]
     """A compiled scan of `steps` decode steps. Donates its argument."""
 
     def one(state: PagedState, _: None) -> tuple[PagedState, None]:
-        state, _ = memory.append(state, jnp.ones(memory.rows, jnp.int32), 1)
-        return state, None
+        return memory.append(state, jnp.ones(memory.rows, jnp.int32), 1)[0], None
 
     return jax.jit(lambda state: jax.lax.scan(one, state, length=steps)[0], donate_argnums=0)
 

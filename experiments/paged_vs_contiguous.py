@@ -249,15 +249,13 @@ def figures(run_path: pathlib.Path) -> list[plots.Figure]:
 
 def _over_time(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
     figure, (top, bottom) = plots.canvas(2, 1, sharex=True)
-    seconds = {name: (steps["clock_ms"] / 1000).to_numpy() for name, steps in by_name.items()}
-    plots.over_time(top, {n: (seconds[n], s["running"].to_numpy()) for n, s in by_name.items()}, "")
+    seconds = {name: (steps["clock_ms"] / 1000).to_list() for name, steps in by_name.items()}
+    plots.over_time(top, {n: (seconds[n], s["running"].to_list()) for n, s in by_name.items()}, "")
     top.set_ylabel("running requests")
     shares = {
         name: (
             seconds[name],
-            (
-                steps["tokens"] / (steps["tokens"] + steps["reserved"] + steps["internal"] + steps["external"])
-            ).to_numpy(),
+            (steps["tokens"] / (steps["tokens"] + steps["reserved"] + steps["internal"] + steps["external"])).to_list(),
         )
         for name, steps in by_name.items()
     }
@@ -283,9 +281,9 @@ def _waste(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
 def _latency(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
     figure, (left, right) = plots.canvas(1, 2, height=3.4)
     served = {name: requests.filter(pl.col("generated") > 0) for name, requests in by_name.items()}
-    plots.cdf(left, {n: ((r["first_token_ms"] - r["arrival_ms"]) / 1000).to_numpy() for n, r in served.items()}, "")
+    plots.cdf(left, {n: ((r["first_token_ms"] - r["arrival_ms"]) / 1000).to_list() for n, r in served.items()}, "")
     left.set_xlabel("time to first token in s (modelled)")
-    per_token = {n: ((r["ended_ms"] - r["arrival_ms"]) / r["generated"]).to_numpy() for n, r in served.items()}
+    per_token = {n: ((r["ended_ms"] - r["arrival_ms"]) / r["generated"]).to_list() for n, r in served.items()}
     plots.cdf(right, per_token, "")
     right.set_xlabel("latency per output token in ms (modelled)")
     for axes in (left, right):
@@ -302,7 +300,7 @@ def _picture(name: str, pool: pl.DataFrame, num_requests: int) -> plots.Figure:
     last = int(pool["step"].max())  # pyright: ignore[reportArgumentType]
     unit = {"paged": "block", "vattention": "page group"}.get(name, "range of slots")
     picture = np.where(owners < 0, num_requests, owners)
-    plots.memory_picture(axes, picture, num_requests, unit, steps=(0, last))
+    plots.memory_picture(axes, picture, num_requests, unit, times=(0, last))
     axes.set_xlabel("step")
     return plots.Figure(
         f"The memory of {name}", "One colour a request, white is free. One column for every dispatch.", figure
