@@ -232,8 +232,8 @@ def _admit(
         return (
             state,
             granted,
-            admitted + ok,
-            refused + ends,
+            admitted + ok.astype(jnp.int32),
+            refused + ends.astype(jnp.int32),
             closed,
             _next_waiting(requests, state),
         )
