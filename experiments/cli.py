@@ -88,9 +88,9 @@ def _dispatch(
     if rest:
         raise UserError(f"{options.verb} does not take {' '.join(rest)}")
     if options.verb == "report":
-        from experiments import rereport
+        from experiments import report
 
-        return rereport.rereport(options.run_dir, experiments, console)
+        return report.report(options.run_dir, experiments, console)
     if options.verb == "list":
         from experiments import listing
 

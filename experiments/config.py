@@ -103,7 +103,7 @@ def decode(config_class: type[Any], raw: Mapping[str, Any]) -> Any:
     Raises:
       UserError: a key or a value does not fit `config_class`; names the key and what was expected.
     """
-    _check(config_class, raw, "", leaves=dict(_leaves(config_class, "")))
+    _check(config_class, raw, "", leaves=dict(reversed(list(_leaves(config_class, "")))))
     try:
         return draccus.decode(config_class, raw)
     except draccus.ParsingError as error:
@@ -253,7 +253,8 @@ def _leaves(config_class: type[Any], prefix: str) -> Iterator[tuple[str, str]]:
     """Last name and dotted key of every nested field, so that `block_size` can suggest `memory.block_size`."""
     for name, hint in typing.get_type_hints(config_class).items():
         yield name, prefix + name
-        for choice in (hint, *typing.get_args(hint)):
+        union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+        for choice in typing.get_args(hint) if union else (hint,):
             if isinstance(choice, type) and dataclasses.is_dataclass(choice):
                 yield from _leaves(choice, f"{prefix}{name}.")
 

@@ -10,7 +10,7 @@ from experiments import config as configs
 from experiments import files, manifest, plots, registry, results
 from experiments.run_directory import CONFIG, MANIFEST
 
-_STYLE = (pathlib.Path(__file__).parent / "report.css").read_text(encoding="utf-8")
+_STYLE = (pathlib.Path(__file__).parent / "page.css").read_text(encoding="utf-8")
 _PAGE = """<!doctype html>
 <html lang="en">
 <head>
@@ -39,6 +39,7 @@ def build(path: pathlib.Path, experiment: registry.Experiment, summary: Mapping[
       UserError: a file is missing or damaged.
     """
     config_text = configs.read_text(path / CONFIG)
+    configs.parse_yaml(config_text, path / CONFIG)  # a damaged file is told, not shown
     facts = files.read_json(path / MANIFEST)
     with plots.style():
         figures = [_figure(figure, f"f{index}") for index, figure in enumerate(experiment.figures(path))]

@@ -59,7 +59,7 @@ def style() -> Iterator[None]:
     with matplotlib.rc_context(
         {
             "font.family": "DejaVu Sans",
-            "font.size": 10.5,
+            "font.size": 10,
             "text.color": INK,
             "axes.edgecolor": "#8a9199",
             "axes.labelcolor": INK,
@@ -77,7 +77,7 @@ def style() -> Iterator[None]:
             "xtick.color": "#4a525a",
             "ytick.color": "#4a525a",
             "legend.frameon": False,
-            "legend.fontsize": 10,
+            "legend.fontsize": 9,
             "figure.constrained_layout.use": True,
             "svg.fonttype": "path",  # looks the same on every machine
         }
@@ -120,12 +120,13 @@ def over_time(axes: Axes, series: Mapping[str, tuple[Sequence[float], Sequence[f
 
 
 def cdf(axes: Axes, samples: Mapping[str, Sequence[float]], unit: str) -> None:
-    """Share of the samples that are at most x, one line per memory; a memory without samples is left out."""
+    """Share of the samples (none negative) that are at most x, one line per memory; one without samples is left out."""
     for name, values in samples.items():
         if len(values):
             ordered = np.sort(np.asarray(values, dtype=float))
             share = np.arange(1, len(ordered) + 1) / len(ordered)
             axes.plot([ordered[0], *ordered], [0.0, *share], drawstyle="steps-post", **memory_style(name))
+    axes.set_xlim(left=0)
     axes.set_xlabel(unit)
     axes.set_ylabel("share of requests")
     axes.set_ylim(0, 1.02)
@@ -160,7 +161,7 @@ def stacked_shares(axes: Axes, shares: Mapping[str, Mapping[str, float]]) -> Non
     legend(axes)
 
 
-def memory_picture(axes: Axes, owners: Any, num_owners: int, unit: str, *, steps: tuple[float, float]) -> None:
+def memory_picture(axes: Axes, owners: Any, num_owners: int, unit: str, *, times: tuple[float, float]) -> None:
     """Who holds each unit of a memory at each time: one colour per owner, white for free.
 
     Args:
@@ -168,13 +169,13 @@ def memory_picture(axes: Axes, owners: Any, num_owners: int, unit: str, *, steps
       owners: int array [units, times]; `num_owners` marks a free unit.
       num_owners: owners that there can be.
       unit: what a row of the picture is, such as `block`.
-      steps: first and last time.
+      times: first and last time.
     """
     picture = np.ma.masked_equal(np.asarray(owners), num_owners)
     # Neighbouring rows must not look alike, so hues are dealt out by the golden ratio.
     hues = (np.arange(num_owners) * 0.61803398875) % 1.0
-    value = 0.62 + 0.3 * ((np.arange(num_owners) % 3) / 2)
-    colors = matplotlib.colors.hsv_to_rgb(np.stack([hues, np.full(num_owners, 0.55), value], axis=1))
+    value = np.array([0.62, 0.78, 0.9])[np.arange(num_owners) % 3]
+    colors = matplotlib.colors.hsv_to_rgb(np.stack([hues, np.full(num_owners, 0.38), value], axis=1))
     axes.imshow(
         picture,
         aspect="auto",
@@ -183,7 +184,7 @@ def memory_picture(axes: Axes, owners: Any, num_owners: int, unit: str, *, steps
         cmap=matplotlib.colors.ListedColormap(colors),
         vmin=-0.5,
         vmax=num_owners - 0.5,
-        extent=(steps[0], steps[1], 0, picture.shape[0]),
+        extent=(times[0], times[1], 0, picture.shape[0]),
     )
     axes.set_ylabel(unit)
     axes.grid(visible=False)
@@ -193,7 +194,16 @@ def legend(axes: Axes) -> None:
     """A legend above the axes, where it hides no data."""
     handles, labels = axes.get_legend_handles_labels()
     if labels:
-        axes.legend(handles, labels, loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, borderaxespad=0.2)
+        axes.legend(
+            handles,
+            labels,
+            loc="lower left",
+            bbox_to_anchor=(-0.01, 1.0),
+            ncols=5,
+            borderaxespad=0.2,
+            handlelength=1.8,
+            columnspacing=0.9,
+        )
 
 
 def to_svg(figure: matplotlib.figure.Figure, prefix: str) -> str:

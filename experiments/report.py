@@ -6,12 +6,12 @@ from collections.abc import Mapping
 import rich.console
 
 from experiments import config as configs
-from experiments import files, registry, report, results
+from experiments import files, page, registry, results
 from experiments.errors import UserError
 from experiments.run_directory import CONFIG, REPORT, SUMMARY, experiment_of, finished_parts, is_running
 
 
-def rereport(path: pathlib.Path, experiments: Mapping[str, str], console: rich.console.Console) -> int:
+def report(path: pathlib.Path, experiments: Mapping[str, str], console: rich.console.Console) -> int:
     """Prints the table of a run and rewrites its page.
 
     Returns:
@@ -30,7 +30,7 @@ def rereport(path: pathlib.Path, experiments: Mapping[str, str], console: rich.c
     summary = files.read_json(path / SUMMARY)
     experiment = registry.load(name, experiments)
     experiment.show(summary["results"], console)
-    files.write_text(path / REPORT, report.build(path, experiment, summary))
+    files.write_text(path / REPORT, page.build(path, experiment, summary))
     print(results.summary_line(summary))
     return 0
 

@@ -66,20 +66,15 @@ def table(results: Results, modelled: frozenset[str]) -> Table:
     Names that share most of their metrics make a grid, the longer side down the page; others a line per metric.
     """
     metrics = list(dict.fromkeys(metric for values in results.values() for metric in values))
-    shared = sum(map(len, results.values())) >= len(metrics) * len(results) / 2
-    if not shared:
-        lines = [(name, metric) for name, values in results.items() for metric in values]
-        firsts = {(name, next(iter(values))) for name, values in results.items() if values}
-        rows = [
-            [name if (name, metric) in firsts else "", label(metric, modelled), show(results[name].get(metric))]
-            for name, metric in lines
-        ]
-        return Table(["", "metric", "value"], rows)
     labels = [label(metric, modelled) for metric in metrics]
+    if sum(map(len, results.values())) < len(metrics) * len(results) / 2:
+        lines = [(name, metric, value) for name, values in results.items() for metric, value in values.items()]
+        rows = [[name, label(metric, modelled), *show([value])] for name, metric, value in lines]
+        return Table(["", "metric", "value"], rows)
+    columns = [show([values.get(metric) for values in results.values()]) for metric in metrics]
     if len(metrics) >= len(results):
-        rows = [[text, *(show(v.get(m)) for v in results.values())] for text, m in zip(labels, metrics, strict=True)]
-        return Table(["", *results], rows)
-    return Table(["", *labels], [[name, *(show(v.get(m)) for m in metrics)] for name, v in results.items()])
+        return Table(["", *results], [[text, *column] for text, column in zip(labels, columns, strict=True)])
+    return Table(["", *labels], [[name, *row] for name, row in zip(results, zip(*columns, strict=True), strict=True)])
 
 
 def label(metric: str, modelled: frozenset[str]) -> str:
@@ -87,8 +82,19 @@ def label(metric: str, modelled: frozenset[str]) -> str:
     return f"{metric} (modelled)" if metric in modelled and "modelled" not in metric else metric
 
 
-def show(value: Value) -> str:
-    """A metric as text; a dash where it is not defined."""
+def show(values: Sequence[Value]) -> list[str]:
+    """One metric of several names as text, with as many decimals for all as the smallest of them needs."""
+    sizes = [abs(value) for value in values if isinstance(value, float) and value != 0]
+    # Four digits of the largest, two of the smallest.
+    decimals = max((3 - _exponent(max(sizes)), 1 - _exponent(min(sizes)), 0)) if sizes else 0
+    return [_show(value, decimals) for value in values]
+
+
+def _exponent(size: float) -> int:
+    return math.floor(math.log10(size))
+
+
+def _show(value: Value, decimals: int) -> str:
     match value:
         case None:
             return "-"
@@ -97,7 +103,7 @@ def show(value: Value) -> str:
         case int():
             return f"{value:,}"
         case float():
-            return f"{value:,.0f}" if abs(value) >= 10_000 else f"{value:.4g}"
+            return f"{value:,.{decimals}f}" if decimals <= 6 else f"{value:.3g}"
     return value
 
 

@@ -12,7 +12,7 @@ import rich.markup
 import rich.table
 
 from experiments import config as configs
-from experiments import files, jax_setup, manifest, registry, report, results
+from experiments import files, jax_setup, manifest, page, registry, results
 from experiments.errors import UserError
 from experiments.progress import Progress
 from experiments.run_directory import CONFIG, MANIFEST, REPORT, SUMMARY, RunDirectory
@@ -75,7 +75,7 @@ def run(loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: ric
         summary = results.summary(experiment.name, str(path), status, found)
         run_dir.write_json(MANIFEST, run_dir.read_json(MANIFEST) | {"finished": manifest.now()})
         experiment.show(found, console)
-        files.write_text(path / REPORT, report.build(path, experiment, summary))
+        files.write_text(path / REPORT, page.build(path, experiment, summary))
         run_dir.write_json(SUMMARY, summary)
     for failure in failures:
         print(f"check failed: {failure}", file=sys.stderr)
@@ -103,9 +103,10 @@ def _begin(run_dir: RunDirectory, digest: str, config: Any, comment: str, argv: 
 
 def _compute(experiment: registry.Experiment, config: Any, run_dir: RunDirectory) -> Any:
     """Calls the experiment. What it raises about its inputs is shown as a sentence; the traceback is kept in a file."""
+    trace = run_dir.path / "error.txt"
+    trace.unlink(missing_ok=True)
     try:
         return experiment.run(config, run_dir, Progress())
     except (ValueError, OSError, NotImplementedError) as error:
-        trace = run_dir.path / "error.txt"
         files.write_text(trace, traceback.format_exc())
         raise UserError(f"{error} (traceback: {trace})") from error

@@ -1,0 +1,75 @@
+"""Every experiment that is registered keeps the contract, and a list costs no import of JAX."""
+
+import importlib
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+from experiments import cli, registry, run
+
+HERE = pathlib.Path(__file__).parent
+CONFIGS = [path for path in sorted(pathlib.Path("configs").glob("**/*.yaml")) if "\nexperiment:" in path.read_text()]
+
+
+@pytest.mark.parametrize("name", registry.EXPERIMENTS)
+def test_a_registered_experiment_keeps_the_contract(name):
+    experiment = registry.load(name, registry.EXPERIMENTS)
+    module = importlib.import_module(registry.EXPERIMENTS[name])
+    assert registry.description(registry.EXPERIMENTS[name]) == experiment.description == module.DESCRIPTION
+    assert "\n" not in experiment.description
+    assert {"experiment", "seed"} <= set(experiment.config_class.__dataclass_fields__)
+    assert experiment.config_class.__dataclass_params__.frozen
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=str)
+def test_every_config_is_one_of_its_experiment(path):
+    loaded = run.load(path, {}, registry.EXPERIMENTS)
+    assert loaded.experiment.parts(loaded.config) is not None
+    assert loaded.comment
+
+
+def test_a_list_imports_no_experiment_and_no_jax(tmp_path):
+    code = (
+        "import sys; from experiments.cli import main; code = main(['list', '--out_dir', sys.argv[1]]); "
+        "loaded = {'jax', 'matplotlib'} & set(sys.modules); sys.exit(f'{code} {loaded}' if loaded or code else 0)"
+    )
+    listed = subprocess.run([sys.executable, "-c", code, str(tmp_path)], capture_output=True, text=True)
+    assert (listed.returncode, listed.stderr) == (0, "")
+    for name in registry.EXPERIMENTS:
+        assert name in listed.stdout
+    for path in CONFIGS:
+        assert str(path) in listed.stdout
+
+
+def test_a_list_shows_configs_with_their_question_and_runs_with_their_status(tmp_path, monkeypatch, capsys):
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "configs" / "fake").mkdir(parents=True)
+    pathlib.Path("configs/fake/one.yaml").write_text("# Does [this] work?\n# More.\nexperiment: fake\n")
+    pathlib.Path("configs/train.yaml").write_text("# Of another tool\nsteps: 3\n")
+    pathlib.Path("configs/broken.yaml").write_text("a: [\n")
+    for run_id, summary in (("a-0", '{"status": "finished"}'), ("b-1", None), ("c-0", "{")):
+        path = pathlib.Path(f"runs/fake-{run_id}")
+        path.mkdir(parents=True)
+        if summary:
+            (path / "summary.json").write_text(summary)
+    pathlib.Path("runs/other").mkdir()
+    assert cli.main(["list"], {"fake": "fake_experiment"}) == 0
+    out, err = capsys.readouterr()
+    lines = [" ".join(line.split()) for line in out.splitlines()]
+    assert "fake A tiny experiment that <counts>." in lines
+    assert "configs/fake/one.yaml Does [this] work?" in lines
+    assert "More." not in out
+    assert "train.yaml" not in out
+    assert "other" not in out
+    assert {"fake-a-0 finished", "fake-b-1 unfinished", "fake-c-0 summary.json is damaged"} <= set(lines)
+    assert "configs/broken.yaml is not valid YAML" in err
+
+
+def test_a_description_that_cannot_be_read_is_told(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "nameless_experiment.py").write_text("VALUE = 1\n")
+    assert "has no DESCRIPTION" in registry.description("nameless_experiment")
+    assert "cannot be found" in registry.description("missing_experiment")
