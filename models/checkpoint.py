@@ -1,0 +1,100 @@
+"""A model on disk: `config.json` beside the weights in orbax's format.
+
+Weights are saved as NumPy arrays under the names of their places in the model, so a checkpoint says nothing of the
+devices, the machine or the folder it was written on, and can be loaded anywhere.
+"""
+
+import dataclasses
+import json
+import os
+import pathlib
+import shutil
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from orbax.checkpoint import v1 as ocp
+
+from models.config import DecoderConfig
+from models.decoder import Decoder
+
+CONFIG = "config.json"
+RECORD = "training.json"  # how the weights came about
+CARD = "README.md"
+WEIGHTS = "weights"
+
+
+def check_free(path: str | os.PathLike[str], overwrite: bool) -> None:
+    """Refuses a path that is taken.
+
+    Raises:
+      FileExistsError: Something is there and `overwrite` is false.
+    """
+    if pathlib.Path(path).exists() and not overwrite:
+        raise FileExistsError(f"{path} exists; give another path, or set overwrite to replace it")
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: Decoder,
+    files: Mapping[str, str] | None = None,
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Writes config, weights and further text `files`; all of it appears at once, under its final name.
+
+    Raises:
+      FileExistsError: `path` is taken and `overwrite` is false.
+    """
+    final = pathlib.Path(path).resolve()
+    check_free(final, overwrite)
+    partial = final.with_name(final.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    weights = {name: np.asarray(array) for name, array in _by_name(model).items()}
+    ocp.save(str(partial / WEIGHTS), weights)
+    # orbax writes the folder's full path into this file; only that the file is there means anything.
+    (partial / WEIGHTS / "commit_success.txt").write_text("committed\n")
+    (partial / CONFIG).write_text(json.dumps(dataclasses.asdict(model.config), indent=2) + "\n")
+    for name, text in (files or {}).items():
+        (partial / name).write_text(text)
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+
+
+def load_checkpoint(path: str | os.PathLike[str]) -> Decoder:
+    """The model at `path`, on the default device. Writes nothing.
+
+    Raises:
+      FileNotFoundError: There is no checkpoint at `path`.
+      ValueError: The weights are not those its config asks for.
+    """
+    folder = pathlib.Path(path).resolve()
+    if not (folder / CONFIG).is_file():
+        raise FileNotFoundError(f"no checkpoint at {path}: {CONFIG} is missing")
+    config = DecoderConfig(**json.loads((folder / CONFIG).read_text()))
+    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    expected = _by_name(model)
+    found = ocp.load(str(folder / WEIGHTS))
+    shapes = {name: array.shape for name, array in found.items()}
+    for name in sorted(expected.keys() | shapes.keys()):
+        want = expected[name].shape if name in expected else None
+        if shapes.get(name) != want:
+            raise ValueError(f"{path}: weight {name} should have shape {want}, found {shapes.get(name)}")
+    graph, params = nnx.split(model)
+    structure = jax.tree.structure(nnx.as_pure(params))
+    return nnx.merge(graph, structure.unflatten(jnp.asarray(found[name]) for name in expected))
+
+
+def load_record(path: str | os.PathLike[str]) -> dict:
+    """How the checkpoint at `path` was trained: config, command, text, versions, results."""
+    return json.loads((pathlib.Path(path) / RECORD).read_text())
+
+
+def _by_name(model: Decoder) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:
+    """Every weight under its path in the model, such as `layers.0.attention.q_proj`, in the order of its leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(model)))
+    return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

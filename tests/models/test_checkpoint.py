@@ -1,0 +1,85 @@
+import json
+
+import jax
+import numpy as np
+import pytest
+from flax import nnx
+
+from models.checkpoint import load_checkpoint, save_checkpoint
+from models.config import DecoderConfig
+from models.decoder import Decoder, make_decode
+
+CONFIG = DecoderConfig(vocab=7, width=6, layers=12, q_heads=2, kv_heads=1, head_dim=4, ffn=5, tied_embeddings=False)
+
+
+def make_model(seed=0, config=CONFIG):
+    return Decoder(config, rngs=nnx.Rngs(seed))
+
+
+def assert_same(first, second):
+    (first_decode, first_params), (second_decode, second_params) = make_decode(first), make_decode(second)
+    assert first_decode == second_decode
+    jax.tree.map(np.testing.assert_array_equal, first_params, second_params)
+
+
+def test_a_model_comes_back_bit_for_bit(tmp_path):
+    # Twelve layers: "10" sorts before "2".
+    save_checkpoint(tmp_path / "model", make_model())
+    assert_same(load_checkpoint(tmp_path / "model"), make_model())
+
+
+def test_a_checkpoint_can_be_moved_and_says_nothing_of_where_it_was(tmp_path):
+    save_checkpoint(tmp_path / "model", make_model(), {"README.md": "# A model\n"})
+    (tmp_path / "model").rename(tmp_path / "moved")
+    assert_same(load_checkpoint(tmp_path / "moved"), make_model())
+    files = [p for p in (tmp_path / "moved").rglob("*") if p.is_file()]
+    assert len(files) > 3
+    assert not [p for p in files if str(tmp_path).encode() in p.read_bytes()]
+    assert (tmp_path / "moved" / "README.md").read_text() == "# A model\n"
+
+
+def test_loading_writes_nothing(tmp_path):
+    save_checkpoint(tmp_path / "model", make_model())
+
+    def listing():
+        return {p: (p.stat().st_mtime_ns, p.stat().st_size) for p in tmp_path.rglob("*")}
+
+    before = listing()
+    load_checkpoint(tmp_path / "model")
+    assert listing() == before
+
+
+def test_a_taken_path_is_refused_and_left_as_it_was(tmp_path):
+    save_checkpoint(tmp_path / "model", make_model())
+    with pytest.raises(FileExistsError, match="model exists; give another path, or set overwrite"):
+        save_checkpoint(tmp_path / "model", make_model(seed=1))
+    assert_same(load_checkpoint(tmp_path / "model"), make_model())
+
+
+def test_overwriting_leaves_only_the_new_checkpoint(tmp_path):
+    save_checkpoint(tmp_path / "model", make_model(), {"old.txt": ""})
+    save_checkpoint(tmp_path / "model", make_model(seed=1), overwrite=True)
+    assert_same(load_checkpoint(tmp_path / "model"), make_model(seed=1))
+    assert [p.name for p in tmp_path.iterdir()] == ["model"]
+    assert not (tmp_path / "model" / "old.txt").exists()
+
+
+def test_a_path_without_a_checkpoint_is_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no checkpoint at .*nothing: config\.json is missing"):
+        load_checkpoint(tmp_path / "nothing")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab": 8}, r"weight embedding should have shape \(8, 6\), found \(7, 6\)"),
+        ({"layers": 13}, r"weight layers.12.attention.k_proj should have shape \(6, 1, 4\), found None"),
+        ({"tied_embeddings": True}, r"weight output should have shape None, found \(7, 6\)"),
+    ],
+)
+def test_weights_that_do_not_fit_the_config_are_named(tmp_path, change, message):
+    save_checkpoint(tmp_path / "model", make_model())
+    config = tmp_path / "model" / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | change))
+    with pytest.raises(ValueError, match=message):
+        load_checkpoint(tmp_path / "model")
