@@ -43,8 +43,6 @@ class KVShape:
                 f"element_bytes must be positive and fill whole bytes over a head, got {self.element_bytes} "
                 f"with head_dim {self.head_dim}; use 2 (bf16), 1 (fp8, int8) or Fraction(1, 2) (int4)"
             )
-        if not isinstance(self.replicate_kv_heads, bool):
-            raise ValueError(f"replicate_kv_heads must be True or False, got {self.replicate_kv_heads!r}; set one")
         if self.kv_heads % self.tensor_parallel != 0 and not self._replicates():
             raise ValueError(
                 f"tensor_parallel must divide kv_heads, got {self.tensor_parallel} devices for "

@@ -10,7 +10,7 @@ from fractions import Fraction
 _UNIT_BYTES = {"": 1, "B": 1}
 _UNIT_BYTES |= {unit: 1000**power for power, unit in enumerate(("kB", "MB", "GB", "TB"), start=1)}
 _UNIT_BYTES |= {unit: 1024**power for power, unit in enumerate(("KiB", "MiB", "GiB", "TiB"), start=1)}
-_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
+_SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
 def require_int(name: str, value: object, minimum: int = 1) -> int:
