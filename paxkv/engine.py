@@ -31,6 +31,7 @@ from paxkv.scheduler import (
 )
 
 
+@typing.runtime_checkable
 class Decode(Protocol):
     """A model as the engine calls it. Hashable, so that it can be a static argument of a jitted function."""
 

@@ -28,6 +28,7 @@ class KVCache:
     v: tuple[jax.Array, ...]  # layers x dtype[slots, kv_heads, head_dim]
 
 
+@typing.runtime_checkable
 class Attend(Protocol):
     """What a model calls where it needs attention: the only thing it knows of the cache."""
 
