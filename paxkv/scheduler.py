@@ -92,10 +92,14 @@ def schedule(
     granted = jnp.where(victims, 0, granted)
     preempted = jnp.sum(victims, dtype=jnp.int32)
 
-    state, granted, admitted, refused = _admit(memory, requests, state, granted, token_budget, closed=preempted > 0)
+    # Those who run take what they need before anybody is admitted to the rest. The outcomes are also sticky faults.
     starts = memory.seqs(state.memory).lengths
-    memory_state, _ = memory.append(state.memory, granted, token_budget)  # its outcome is also a sticky fault
-    state = dataclasses.replace(state, memory=memory_state)
+    state = dataclasses.replace(state, memory=memory.append(state.memory, granted, token_budget)[0])
+    state, granted_new, admitted, refused = _admit(
+        memory, requests, state, token_budget - jnp.sum(granted), closed=preempted > 0
+    )
+    state = dataclasses.replace(state, memory=memory.append(state.memory, granted_new, token_budget)[0])
+    granted += granted_new
     known = known_tokens(requests, state.progress, state.row_request)
     return state, Plan(
         new_tokens=granted,
@@ -171,8 +175,7 @@ def _admit(
     memory: KVMemory[Any],
     requests: Requests,
     state: SchedulerState,
-    granted: Int32[Array, " rows"],
-    token_budget: int,
+    token_budget: Int32[Array, ""],
     closed: Bool[Array, ""],
 ) -> tuple[SchedulerState, Int32[Array, " rows"], Int32[Array, ""], Int32[Array, ""]]:
     """Admits waiting requests in order until one has to wait, the budget is spent, or nobody is left.
@@ -181,7 +184,7 @@ def _admit(
     one is sure to be served.
 
     Returns:
-      The state, the tokens granted to each row, and how many requests were admitted and refused.
+      The state, the tokens granted to each new row, and how many requests were admitted and refused.
     """
     nobody = requests.count
     final = final_lengths(requests, memory.max_len)
@@ -239,6 +242,7 @@ def _admit(
         )
 
     zero = jnp.int32(0)
+    granted = jnp.zeros(memory.rows, jnp.int32)
     start = (state, granted, zero, zero, closed, _next_waiting(requests, state))
     state, granted, admitted, refused, _, _ = jax.lax.while_loop(is_open, try_one, start)
     return state, granted, admitted, refused
