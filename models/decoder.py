@@ -204,7 +204,8 @@ class DenseAttend:
     ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVCache]:
         """Causal attention within each sequence; the cache passes through untouched."""
         by_sequence = [x.reshape(self.batch, -1, *x.shape[1:]) for x in (q, k, v)]
-        out = jax.nn.dot_product_attention(*by_sequence, is_causal=True)
+        with jax.default_matmul_precision("highest"):
+            out = jax.nn.dot_product_attention(*by_sequence, is_causal=True)
         return out.reshape(q.shape), cache
 
 

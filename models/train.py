@@ -95,19 +95,19 @@ class TrainConfig:
         return sum(phase.steps for phase in self.phases)
 
 
-def make_optimizer(config: TrainConfig) -> optax.GradientTransformation:
-    """The optimizer over all steps of the run."""
-    c = config.optimizer
+def make_optimizer(config: OptimizerConfig, steps: int) -> optax.GradientTransformation:
+    """The optimizer over a run of `steps` steps."""
+    peak = config.peak_learning_rate
     schedule = optax.warmup_cosine_decay_schedule(
-        0.0, c.peak_learning_rate, c.warmup_steps, config.steps, end_value=c.peak_learning_rate * c.final_fraction
+        0.0, peak, config.warmup_steps, steps, end_value=peak * config.final_fraction
     )
     return optax.chain(
-        optax.clip_by_global_norm(c.clip_norm),
+        optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
             schedule,
-            b1=c.b1,
-            b2=c.b2,
-            weight_decay=c.weight_decay,
+            b1=config.b1,
+            b2=config.b2,
+            weight_decay=config.weight_decay,
             mask=lambda params: jax.tree.map(lambda x: x.ndim > 1, params),
         ),
     )
@@ -129,19 +129,29 @@ def train(
         raise ValueError(f"the longest context needs {longest + 1} bytes of text, got {text.size}")
     weights_key, windows_key = jax.random.split(jax.random.key(config.seed))
     decode, params = make_decode(Decoder(config.model, rngs=nnx.Rngs(params=weights_key)))
-    state = make_optimizer(config).init(params)
+    state = make_optimizer(config.optimizer, config.steps).init(params)
     tokens = jnp.asarray(text.astype(np.int32))
     losses: list[float] = []
     for phase in config.phases:
         for _ in range(phase.steps):
             key = jax.random.fold_in(windows_key, len(losses))
-            params, state, loss = _train_step(params, state, tokens, key, decode=decode, config=config, phase=phase)
+            params, state, loss = _train_step(
+                params,
+                state,
+                tokens,
+                key,
+                decode=decode,
+                context=phase.context,
+                batch=phase.batch,
+                optimizer=config.optimizer,
+                steps=config.steps,
+            )
             losses.append(float(loss))
             on_step(losses[-1])
     return decode, params, losses
 
 
-@jax.jit(static_argnames=("decode", "config", "phase"), donate_argnames=("params", "state"))
+@jax.jit(static_argnames=("decode", "context", "batch", "optimizer", "steps"), donate_argnames=("params", "state"))
 def _train_step(
     params: Params,
     state: optax.OptState,
@@ -149,15 +159,17 @@ def _train_step(
     key: Key[Array, ""],
     *,
     decode: Decode,
-    config: TrainConfig,
-    phase: Phase,
+    context: int,
+    batch: int,
+    optimizer: OptimizerConfig,
+    steps: int,
 ) -> tuple[Params, optax.OptState, Float[Array, ""]]:
-    starts = jax.random.randint(key, (phase.batch, 1), 0, text.size - phase.context)
-    windows = text[starts + jnp.arange(phase.context + 1)[None, :]]
+    starts = jax.random.randint(key, (batch, 1), 0, text.size - context)
+    windows = text[starts + jnp.arange(context + 1)[None, :]]
     loss, gradients = jax.value_and_grad(lambda p: token_nats(decode, p, windows).mean())(params)
     # optax raises a Python float to an integer step count.
     with jax.numpy_dtype_promotion("standard"):
-        updates, state = make_optimizer(config).update(gradients, state, params)
+        updates, state = make_optimizer(optimizer, steps).update(gradients, state, params)
     return jax.tree.map(jnp.add, params, updates), state, loss
 
 

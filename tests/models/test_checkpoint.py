@@ -1,3 +1,4 @@
+import functools
 import json
 
 import jax
@@ -12,6 +13,7 @@ from models.decoder import Decoder, make_decode
 CONFIG = DecoderConfig(vocab=7, width=6, layers=12, q_heads=2, kv_heads=1, head_dim=4, ffn=5, tied_embeddings=False)
 
 
+@functools.cache
 def make_model(seed=0, config=CONFIG):
     return Decoder(config, rngs=nnx.Rngs(seed))
 
