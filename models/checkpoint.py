@@ -10,15 +10,17 @@ import os
 import pathlib
 import shutil
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jaxtyping import PyTree
 from orbax.checkpoint import v1 as ocp
 
 from models.config import DecoderConfig
-from models.decoder import Decoder
+from models.decoder import Decode, Decoder, abstract_decoder, make_decode
 
 CONFIG = "config.json"
 RECORD = "training.json"  # how the weights came about
@@ -53,7 +55,8 @@ def save_checkpoint(
     partial = final.with_name(final.name + ".partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    weights = {name: np.asarray(array) for name, array in _by_name(model).items()}
+    _, params = make_decode(model)
+    weights = {name: np.asarray(array) for name, array in _by_name(params).items()}
     ocp.save(str(partial / WEIGHTS), weights)
     # orbax writes the folder's full path into this file; only that the file is there means anything.
     (partial / WEIGHTS / "commit_success.txt").write_text("committed\n")
@@ -76,17 +79,16 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Decoder:
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"no checkpoint at {path}: {CONFIG} is missing")
     config = DecoderConfig(**json.loads((folder / CONFIG).read_text()))
-    model = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
-    expected = _by_name(model)
+    abstract = nnx.as_pure(nnx.state(abstract_decoder(config)))
+    expected = _by_name(abstract)
     found = ocp.load(str(folder / WEIGHTS))
     shapes = {name: array.shape for name, array in found.items()}
     for name in sorted(expected.keys() | shapes.keys()):
         want = expected[name].shape if name in expected else None
         if shapes.get(name) != want:
             raise ValueError(f"{path}: weight {name} should have shape {want}, found {shapes.get(name)}")
-    graph, params = nnx.split(model)
-    structure = jax.tree.structure(nnx.as_pure(params))
-    return nnx.merge(graph, structure.unflatten(jnp.asarray(found[name]) for name in expected))
+    params = jax.tree.structure(abstract).unflatten(jnp.asarray(found[name]) for name in expected)
+    return Decode(config).model(params)
 
 
 def load_record(path: str | os.PathLike[str]) -> dict:
@@ -94,7 +96,7 @@ def load_record(path: str | os.PathLike[str]) -> dict:
     return json.loads((pathlib.Path(path) / RECORD).read_text())
 
 
-def _by_name(model: Decoder) -> dict[str, jax.Array | jax.ShapeDtypeStruct]:
-    """Every weight under its path in the model, such as `layers.0.attention.q_proj`, in the order of its leaves."""
-    leaves = jax.tree_util.tree_leaves_with_path(nnx.as_pure(nnx.state(model)))
+def _by_name(weights: PyTree) -> dict[str, Any]:
+    """Every weight under its path in the model, such as `layers.0.attention.q_proj`, in the order of the leaves."""
+    leaves = jax.tree_util.tree_leaves_with_path(weights)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

@@ -167,7 +167,7 @@ class Decode:
     Two models of one config give equal `Decode`s, which share a compiled program.
     """
 
-    graph: nnx.GraphDef[Decoder]
+    config: DecoderConfig
 
     def __call__(
         self,
@@ -179,13 +179,21 @@ class Decode:
         attend: Attend,
     ) -> tuple[Float[Array, "rows vocab"], KVCache]:
         """`Decoder.__call__` as a pure function of its weights."""
-        return nnx.merge(self.graph, params)(tokens, positions, select, cache, attend)
+        return self.model(params)(tokens, positions, select, cache, attend)
+
+    def model(self, params: Params) -> Decoder:
+        """The decoder with these weights."""
+        return nnx.merge(nnx.graphdef(abstract_decoder(self.config)), params)
+
+
+def abstract_decoder(config: DecoderConfig) -> Decoder:
+    """A decoder whose weights are shapes and dtypes only."""
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
 
 
 def make_decode(model: Decoder) -> tuple[Decode, Params]:
     """Splits a model into the function an engine calls and the weights it passes (a pytree of arrays)."""
-    graph, params = nnx.split(model)
-    return Decode(graph), nnx.as_pure(params)
+    return Decode(model.config), nnx.as_pure(nnx.state(model))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -201,7 +201,7 @@ def main() -> None:
         "results": {f"heldout_{h.context}": dataclasses.asdict(h) for h in heldout},
     }
     files = {RECORD: json.dumps(record, indent=2) + "\n", CARD: render_card(pathlib.Path(config.out_dir).name, record)}
-    save_checkpoint(config.out_dir, nnx.merge(decode.graph, params), files, overwrite=config.overwrite)
+    save_checkpoint(config.out_dir, decode.model(params), files, overwrite=config.overwrite)
     summary = {"checkpoint": config.out_dir} | {k: v for k, v in record.items() if k != "config"}
     print(json.dumps(summary, separators=(",", ":")))
 
