@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import json
 import pathlib
 from typing import Any
 
@@ -23,14 +24,19 @@ from models.decoder import make_decode
 from models.text import load_corpus
 from paxkv.capacity import kv_budget, parse_size
 from paxkv.config import MemoryConfig, make_memory
+from paxkv.contiguous import VAttention
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine
 from paxkv.memory import KVMemory
 from paxkv.model_shapes import KVShape
+from paxkv.paged import Paged
 from paxkv.requests import make_requests
+from paxkv.reserved import Reserved
 
 DESCRIPTION = "Paged, vAttention-style and reserved memory on the same requests and budget, with a trained model."
 MODELLED = metrics.MODELLED
+UNITS = {Paged: "block", VAttention: "page group", Reserved: "smallest range"}
+"""What a memory hands out, and the row of its picture."""
 GLOSSARY = metrics.GLOSSARY
 """What each metric means, in a sentence."""
 
@@ -69,7 +75,7 @@ class Config:
     token_budget: int = 128
     temperature: float = 0.0
     near_tie: float = 1e-4
-    steps_per_dispatch: int = 32
+    steps_per_dispatch: int = 16
     kernels: str | None = None
     cost: StepCost = dataclasses.field(default_factory=StepCost)
     memories: dict[str, MemoryConfig] = dataclasses.field(default_factory=dict)
@@ -144,6 +150,7 @@ def _write(part: Any, served: Served, memory: KVMemory[Any]) -> None:
         {
             "capacity_tokens": memory.capacity,
             "units": memory.num_units,
+            "unit": UNITS[type(memory)],
             "slots": memory.num_slots,
             "wall_compile_s": served.wall_compile_s,
         },
@@ -243,7 +250,10 @@ def figures(run_path: pathlib.Path) -> list[plots.Figure]:
         _over_time(by_name),
         _waste(by_name),
         _latency({name: requests.filter(pl.col("memory") == name) for name in names}),
-        *(_picture(name, pool.filter(pl.col("memory") == name), len(requests) // len(names)) for name in names),
+        *(
+            _picture(run_path, name, pool.filter(pl.col("memory") == name), len(requests) // len(names))
+            for name in names
+        ),
     ]
 
 
@@ -287,18 +297,19 @@ def _latency(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
     plots.cdf(right, per_token, "")
     right.set_xlabel("latency per output token in ms (modelled)")
     for axes in (left, right):
-        axes.set_xlim(left=0)
+        axes.set_xscale("log")  # a request that queues waits a hundred times longer than one that does not
         axes.get_legend().remove()
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=3)
     return plots.Figure("Latency", "Share of the requests that waited no longer than this.", figure)
 
 
-def _picture(name: str, pool: pl.DataFrame, num_requests: int) -> plots.Figure:
+def _picture(run_path: pathlib.Path, name: str, pool: pl.DataFrame, num_requests: int) -> plots.Figure:
+    pool = pool.filter(pl.col("memory") == name)
     owners = np.array(pool["owners"].to_list()).T
     figure, axes = plots.canvas(height=2.4)
     last = int(pool["step"].max())  # pyright: ignore[reportArgumentType]
-    unit = {"paged": "block", "vattention": "page group"}.get(name, "range of slots")
+    unit = json.loads((run_path / "parts" / name / "memory.json").read_text())["unit"]
     picture = np.where(owners < 0, num_requests, owners)
     plots.memory_picture(axes, picture, num_requests, unit, times=(0, last))
     axes.set_xlabel("step")
