@@ -1,5 +1,7 @@
 """The readers against published figures of the real files."""
 
+import functools
+
 import pytest
 
 from experiments.workloads import WorkloadConfig, load_workload, read_trace, scale_lengths, statistics
@@ -11,6 +13,7 @@ SYNC = ("sharegpt_stats", "vattention_sync_vs_async_trace.csv")
 MOONCAKE = ("mooncake", "mooncake_conversation_trace.jsonl.gz")
 
 
+@functools.cache  # workloads are read-only
 def _read(trace_dir, trace):
     kind, file = trace
     if not (trace_dir / file).is_file():
