@@ -144,7 +144,7 @@ def _facts(facts: Mapping[str, Any]) -> str:
         "seeds": ", ".join(map(str, facts["seeds"])),
         "started": facts["started"],
         "finished": facts["finished"] or "not yet",
-    } | facts["inputs"]
+    } | _flat(facts["inputs"], "")
     if facts["earlier_sessions"]:
         changed = manifest.differences(dict(facts))
         rows["resumed"] = f"{len(facts['earlier_sessions'])} times" + (
@@ -154,3 +154,11 @@ def _facts(facts: Mapping[str, Any]) -> str:
         f'<tr><th scope="row">{_text(name)}</th><td>{_text(value)}</td></tr>' for name, value in rows.items()
     )
     return f'<div class="scroll"><table class="facts"><tbody>{body}</tbody></table></div>'
+
+
+def _flat(values: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Nested values under dotted names."""
+    rows: dict[str, Any] = {}
+    for name, value in values.items():
+        rows |= _flat(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {prefix + name: value}
+    return rows

@@ -179,7 +179,7 @@ def memory_picture(axes: Axes, owners: Any, num_owners: int, unit: str, *, times
     axes.imshow(
         picture,
         aspect="auto",
-        interpolation="nearest",
+        interpolation="none",
         origin="lower",
         cmap=matplotlib.colors.ListedColormap(colors),
         vmin=-0.5,
