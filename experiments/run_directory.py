@@ -122,7 +122,6 @@ class RunDirectory(Folder):
         except BaseException:
             shutil.rmtree(temporary)
             raise
-        files.sync_folder(temporary)
         temporary.rename(final)
         files.sync_folder(final.parent)
 

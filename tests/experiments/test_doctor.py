@@ -53,6 +53,7 @@ def test_a_version_that_does_not_fit_is_fatal_and_says_what_is_needed(checkout, 
     assert found[what].fatal
     assert "is needed" in found[what].problem
     assert "uv run" in found[what].problem
+    assert not any(finding.what == "devices" for finding in doctor.examine(tmp_path, checkout))  # nothing is imported
 
 
 def test_a_missing_model_is_fatal_and_says_how_to_get_it(checkout, tmp_path):
