@@ -1,0 +1,62 @@
+"""Which implementation of an operation runs: the platform's, a named one, or the first of a list that can."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import ParamSpec, TypeVar
+
+import jax
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# The order tried when the caller names no backend. An operation that lacks one of them goes on to the next.
+_PREFERRED: Mapping[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
+
+
+def dispatch(
+    op: str,
+    backends: Mapping[str, Callable[P, R]],
+    backend: str | Sequence[str] | None,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> R:
+    """Calls one of an operation's backends.
+
+    An operation checks its arguments before it dispatches. What a backend raises as `NotImplementedError` or
+    `ValueError` therefore means that this backend cannot do this call, and a list goes on to its next name;
+    any other exception is a defect and is not swallowed.
+
+    Args:
+      op: the operation's name, for messages.
+      backends: the operation's implementations by name, all with one signature.
+      backend: None for the platform's own order, a name for that one alone, or names to try in turn.
+      *args: handed to the backend.
+      **kwargs: handed to the backend.
+
+    Returns:
+      What the backend returns.
+
+    Raises:
+      NotImplementedError: the named backend does not exist for `op`, or no name of the list can do the call;
+        the message holds every reason.
+      ValueError: `backend` is an empty list, or the only backend asked refuses the call.
+    """
+    if backend is None:
+        backend = [name for name in _PREFERRED.get(jax.default_backend(), ("xla",)) if name in backends]
+    names = [backend] if isinstance(backend, str) else list(backend)
+    if not names:
+        raise ValueError(f"{op}: backend must be None, a name or a non-empty list of names of {list(backends)}")
+
+    failures: list[Exception] = []
+    for name in names:
+        try:
+            if name not in backends:
+                raise NotImplementedError(f"{op} has no backend {name!r}; it has {list(backends)}")
+            return backends[name](*args, **kwargs)
+        except (NotImplementedError, ValueError) as failure:
+            failures.append(failure)
+    if len(failures) == 1:
+        raise failures[0]
+    reasons = "; ".join(f"{name}: {failure}" for name, failure in zip(names, failures, strict=True))
+    raise NotImplementedError(f"{op}: no backend of {names} can do this call. {reasons}") from ExceptionGroup(
+        f"{op}: one failure per backend", failures
+    )
