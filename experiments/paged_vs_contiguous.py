@@ -204,38 +204,34 @@ def failed_checks(results: dict[str, dict[str, Any]]) -> list[str]:
     return failures
 
 
-_COLUMNS = {
-    "peak_running": ("peak\nrunning", "{:.0f}"),
-    "mean_running": ("mean\nrunning", "{:.1f}"),
-    "pool_utilization": ("tokens", "{:.1%}"),
-    "reservation_waste": ("reser-\nvation", "{:.1%}"),
-    "internal_waste": ("internal", "{:.1%}"),
-    "external_waste": ("external", "{:.1%}"),
-    "allocated_utilization": ("of allo-\ncated", "{:.1%}"),
-    "preemptions": ("pre-\nempted", "{:.0f}"),
-    "map_calls": ("map\ncalls", "{:.0f}"),
-    "steps": ("steps", "{:.0f}"),
-    "ttft_ms_p50": ("TTFT\np50 ms*", "{:.0f}"),
-    "tpot_ms_p50": ("TPOT\np50 ms*", "{:.2f}"),
-    "normalized_latency_ms": ("ms per\ntoken*", "{:.1f}"),
-    "output_tokens_per_s": ("tokens\nper s*", "{:.0f}"),
-    "tokens_equal": ("same\ntokens", "{}"),
+_ROWS = {
+    "peak_running": ("peak running requests", "{:.0f}"),
+    "mean_running": ("mean running requests", "{:.1f}"),
+    "pool_utilization": ("budget that holds tokens", "{:.1%}"),
+    "reservation_waste": ("  wasted: reservation", "{:.1%}"),
+    "internal_waste": ("  wasted: internal", "{:.1%}"),
+    "external_waste": ("  wasted: external", "{:.1%}"),
+    "allocated_utilization": ("allocated that holds tokens", "{:.1%}"),
+    "preemptions": ("preemptions", "{:.0f}"),
+    "map_calls": ("map calls", "{:,.0f}"),
+    "steps": ("steps", "{:,.0f}"),
+    "ttft_ms_p50": ("TTFT p50, ms (modelled)", "{:,.0f}"),
+    "tpot_ms_p50": ("TPOT p50, ms (modelled)", "{:.2f}"),
+    "normalized_latency_ms": ("ms per token (modelled)", "{:.1f}"),
+    "output_tokens_per_s": ("tokens per s (modelled)", "{:,.0f}"),
+    "tokens_equal": ("same greedy tokens", "{}"),
 }
 
 
 def render(results: dict[str, dict[str, Any]], console: Console) -> None:
-    """Prints one line a memory."""
-    table = Table(
-        title="The same requests and KV budget under each memory", caption="* modelled", box=rich.box.SIMPLE_HEAD
-    )
-    table.add_column("memory")
-    for heading, _ in _COLUMNS.values():
-        table.add_column(heading, justify="right")
-    for name, values in results.items():
-        cells = [
-            "-" if values.get(metric) is None else form.format(values[metric]) for metric, (_, form) in _COLUMNS.items()
-        ]
-        table.add_row(name, *cells)
+    """Prints a column for each memory."""
+    table = Table(title="The same requests and KV budget under each memory", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("")
+    for name in results:
+        table.add_column(name.replace("_", "_\n"), justify="right", vertical="bottom")
+    for metric, (label, form) in _ROWS.items():
+        cells = (values.get(metric) for values in results.values())
+        table.add_row(label, *("-" if cell is None else form.format(cell) for cell in cells))
     console.print(table)
 
 
