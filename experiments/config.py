@@ -276,7 +276,8 @@ def _identity(value: Any) -> Any:
     if dataclasses.is_dataclass(value):
         return {field.name: _identity(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Mapping):
-        return {name: _identity(item) for name, item in value.items()}
+        # Pairs, since sorted keys would hide an order that an experiment may go by.
+        return [[name, _identity(item)] for name, item in value.items()]
     if isinstance(value, tuple | list):
         return [_identity(item) for item in value]
     return draccus.encode(value)

@@ -92,22 +92,21 @@ def _failures(failures: Sequence[str]) -> str:
 
 
 def _table(table: results.Table) -> str:
-    head = "".join(f'<th scope="col">{_modelled(heading)}</th>' for heading in table.headings)
+    kinds = ["" if table.aligned_right(index) else ' class="text"' for index in range(len(table.headings))]
+    head = "".join(f'<th scope="col"{k}>{_modelled(h)}</th>' for k, h in zip(kinds, table.headings, strict=True))
     body = "\n".join(
-        f'<tr><th scope="row">{_modelled(row[0])}</th>{"".join(map(_cell, row[1:]))}</tr>' for row in table.rows
+        f'<tr><th scope="row">{_modelled(row[0])}</th>'
+        + "".join(f"<td{kind}>{_modelled(cell)}</td>" for kind, cell in zip(kinds[1:], row[1:], strict=True))
+        + "</tr>"
+        for row in table.rows
     )
     title = f"<h3>{_text(table.title)}</h3>\n" if table.title else ""
     grid = f"<table>\n<thead><tr>{head}</tr></thead>\n<tbody>\n{body}\n</tbody>\n</table>"
     return f'{title}<div class="scroll">{grid}</div>\n'
 
 
-def _cell(value: str) -> str:
-    """Numbers stand right, under one another; words stand left."""
-    return f"<td>{_text(value)}</td>" if results.stands_right(value) else f'<td class="text">{_text(value)}</td>'
-
-
 def _modelled(heading: str) -> str:
-    """A heading with its mark of a cost model set small."""
+    """A text with its mark of a cost model set small."""
     return _text(heading).replace(" (modelled)", ' <span class="modelled">modelled</span>')
 
 

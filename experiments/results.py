@@ -25,6 +25,11 @@ class Table(NamedTuple):
     rows: Sequence[Sequence[str]]
     title: str = ""
 
+    def aligned_right(self, column: int) -> bool:
+        """Whether a column holds nothing but numbers, so that they stand under one another."""
+        number = re.compile(r"|-|yes|no|-?[\d,.]+(e[-+]?\d+)?%?")
+        return column > 0 and all(number.fullmatch(row[column]) for row in self.rows)
+
 
 def plain(results: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Value]]:
     """Results as Python numbers, scalars of NumPy and JAX included.
@@ -50,12 +55,14 @@ def summary_line(value: Mapping[str, Any]) -> str:
 
 def render(tables: Sequence[Table], console: rich.console.Console) -> None:
     """Prints tables."""
-    for headings, rows, title in tables:
-        grid = rich.table.Table(title=title or None, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False)
-        for index, heading in enumerate(headings):
-            numbers = index > 0 and all(stands_right(row[index]) for row in rows)
-            grid.add_column(rich.markup.escape(heading), justify="right" if numbers else "left", no_wrap=index == 0)
-        for row in rows:
+    for table in tables:
+        grid = rich.table.Table(
+            title=table.title or None, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False
+        )
+        for index, heading in enumerate(table.headings):
+            justify = "right" if table.aligned_right(index) else "left"
+            grid.add_column(rich.markup.escape(heading), justify=justify, no_wrap=index == 0)
+        for row in table.rows:
             grid.add_row(*map(rich.markup.escape, row))
         console.print(grid)
 
@@ -68,8 +75,11 @@ def table(results: Results, modelled: frozenset[str]) -> Table:
     metrics = list(dict.fromkeys(metric for values in results.values() for metric in values))
     labels = [label(metric, modelled) for metric in metrics]
     if sum(map(len, results.values())) < len(metrics) * len(results) / 2:
-        lines = [(name, metric, value) for name, values in results.items() for metric, value in values.items()]
-        rows = [[name, label(metric, modelled), *show([value])] for name, metric, value in lines]
+        rows = [
+            [name if index == 0 else "", label(metric, modelled), *show([values[metric]])]
+            for name, values in results.items()
+            for index, metric in enumerate(values)
+        ]
         return Table(["", "metric", "value"], rows)
     columns = [show([values.get(metric) for values in results.values()]) for metric in metrics]
     if len(metrics) >= len(results):
@@ -105,11 +115,6 @@ def _show(value: Value, decimals: int) -> str:
         case float():
             return f"{value:,.{decimals}f}" if decimals <= 6 else f"{value:.3g}"
     return value
-
-
-def stands_right(text: str) -> bool:
-    """Whether a cell is a number or as short as one, so that it stands to the right under others."""
-    return re.fullmatch(r"-|yes|no|-?[\d,.]+(e[-+]?\d+)?%?", text) is not None
 
 
 def _plain(value: Any, where: str) -> Value:

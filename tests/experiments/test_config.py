@@ -165,7 +165,8 @@ def test_the_hash_covers_what_is_computed_and_nothing_else():
         decode(memory={"block_size": 32}),
         decode(memory={"block_size": 16, "policy": "fifo"}),
         decode(phases=[{"block_size": 16}]),
-        decode(weights={"a": 1.0}),
+        decode(weights={"a": 1.0, "b": 1.0}),
+        decode(weights={"b": 1.0, "a": 1.0}),
         decode(eager=True),
     ]
     assert {configs.config_hash(config) for config in same} == {base}
@@ -176,7 +177,7 @@ def test_the_hash_is_that_of_canonical_json():
     # A change here would orphan every unfinished run.
     canonical = (
         '{"eager":false,"experiment":"x","memory":{"block_size":16,"policy":"lru"},"names":["paged"],"order":null,'
-        '"pair":null,"phases":[],"rate":1.0,"trace":null,"weights":{}}'
+        '"pair":null,"phases":[],"rate":1.0,"trace":null,"weights":[]}'
     )
     assert configs.config_hash(decode(seed=3, trace="a")) == hashlib.sha256(canonical.encode()).hexdigest()
 

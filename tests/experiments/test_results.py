@@ -51,7 +51,7 @@ def test_the_longer_side_runs_down_the_page():
 def test_names_that_share_no_metrics_get_a_line_per_metric():
     table = results.table({"a": {"x": 1, "y": 2}, "b": {"z": 3}, "c": {"w": 4}}, frozenset({"z"}))
     assert [list(row) for row in table.rows] == [
-        ["a", "x", "1"], ["a", "y", "2"], ["b", "z (modelled)", "3"], ["c", "w", "4"],
+        ["a", "x", "1"], ["", "y", "2"], ["b", "z (modelled)", "3"], ["c", "w", "4"],
     ]  # fmt: skip
 
 
@@ -73,3 +73,9 @@ def test_the_values_of_a_metric_share_their_decimals(values, texts):
 
 def test_no_results_are_an_empty_table():
     assert list(results.table({}, frozenset()).rows) == []
+
+
+def test_numbers_stand_right_and_words_left():
+    rows = [["a", "1,234", "1e-09", "no", "7", "-", "95%", ""], ["b", "-0.50", "-", "yes", "seven", "", "-", "3"]]
+    table = results.Table([""] * 8, rows)
+    assert [table.aligned_right(i) for i in range(8)] == [False, True, True, True, False, True, True, True]
