@@ -56,25 +56,30 @@ def empty_rows(
 ) -> tuple[Int32[Array, "rows blocks_per_seq"], BlockPool, Bool[Array, " rows"]]:
     """Gives back every block of the masked rows and leaves their tables without a single old id.
 
-    One row at a time: few rows end in a step, and a pass over all tables would cost as much as all of them.
+    One row at a time: few rows end in a step, and a pass over all tables would cost as much as all of them. The
+    rows are read in one loop and cleared in the next: a loop that did both would copy all tables to keep a row.
 
     Returns:
       The tables, the pool, and the mask of rows whose table named a block that was free already.
     """
 
-    def some_left(carry: tuple) -> Bool[Array, ""]:
-        return jnp.any(carry[2])
-
-    def empty_one(carry: tuple) -> tuple:
-        tables, pool, todo, bad = carry
-        row = jnp.argmax(todo).astype(jnp.int32)
+    def return_one(carry: tuple) -> tuple:
+        pool, todo, bad = carry
+        row = jnp.argmax(todo)
         pool, ok = give_back(pool, tables[row])
-        tables = tables.at[row].set(pool.num_blocks)
-        return tables, pool, todo.at[row].set(False), bad.at[row].set(~ok)
+        return pool, todo.at[row].set(False), bad.at[row].set(~ok)
 
-    none = jnp.zeros_like(rows_mask)
-    tables, pool, _, bad = jax.lax.while_loop(some_left, empty_one, (tables, pool, rows_mask, none))
-    return tables, pool, bad
+    def clear_one(carry: tuple) -> tuple:
+        tables, todo = carry
+        row = jnp.argmax(todo)
+        return tables.at[row].set(pool.num_blocks), todo.at[row].set(False)
+
+    pool, left, bad = jax.lax.while_loop(
+        lambda carry: jnp.any(carry[1]), return_one, (pool, rows_mask, jnp.zeros_like(rows_mask))
+    )
+    # `left` is empty. It only tells the compiler that the second loop comes after the first.
+    cleared, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), clear_one, (tables, rows_mask & ~left))
+    return cleared, pool, bad
 
 
 def slot_of(

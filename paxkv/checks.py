@@ -91,6 +91,7 @@ def _of_paged(memory: Paged, state: PagedState) -> Counts:
     return {
         "free_ids_are_unique_blocks": _count(times_free > 1) + jnp.abs(jnp.sum(times_free) - pool.num_free),
         "free_blocks_have_no_references": _count((times_free > 0) != (pool.ref_counts == 0)),
+        "free_blocks_were_not_shared": _count((pool.extra_refs < 0) | ((times_free > 0) & (pool.extra_refs != 0))),
         "free_and_used_are_all": jnp.abs(pool.num_free + used - num_blocks),
         "references_are_table_entries": _count(mentions != pool.ref_counts),
         "tables_cover_lengths": _count(needed & ~known),

@@ -154,7 +154,7 @@ class VAttention:
     def append(
         self, state: VAttentionState, new_tokens: Int32[Array, " rows"], max_new_tokens: int
     ) -> tuple[VAttentionState, Int32[Array, ""]]:
-        malformed = check_append(state.seqs, new_tokens, self.max_len) | (new_tokens > max_new_tokens)
+        malformed = check_append(state.seqs, new_tokens, self.max_len, max_new_tokens)
         new_lengths = state.seqs.lengths + jnp.where(jnp.any(malformed), 0, new_tokens)
         need = self.groups_for(new_lengths)
         served = jnp.sum(need) <= self.num_groups

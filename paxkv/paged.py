@@ -100,7 +100,7 @@ class Paged:
     def append(
         self, state: PagedState, new_tokens: Int32[Array, " rows"], max_new_tokens: int
     ) -> tuple[PagedState, Int32[Array, ""]]:
-        malformed = check_append(state.seqs, new_tokens, self.max_len) | (new_tokens > max_new_tokens)
+        malformed = check_append(state.seqs, new_tokens, self.max_len, max_new_tokens)
         new_lengths = state.seqs.lengths + jnp.where(jnp.any(malformed), 0, new_tokens)
         tables, pool, served = block_tables.grow(
             state.tables, state.pool, state.seqs.lengths, new_lengths, self.block_size, max_new_tokens

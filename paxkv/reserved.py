@@ -135,7 +135,7 @@ class Reserved:
     def append(
         self, state: ReservedState, new_tokens: Int32[Array, " rows"], max_new_tokens: int
     ) -> tuple[ReservedState, Int32[Array, ""]]:
-        malformed = check_append(state.seqs, new_tokens, state.sizes) | (new_tokens > max_new_tokens)
+        malformed = check_append(state.seqs, new_tokens, state.sizes, max_new_tokens)
         new_lengths = state.seqs.lengths + jnp.where(jnp.any(malformed), 0, new_tokens)
         seqs, outcome = advance(state.seqs, new_lengths, malformed, served=jnp.bool(True))
         return dataclasses.replace(state, seqs=seqs), outcome

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from paxkv.outcomes import Faults, Outcome, no_faults, record, select_outcome
+from paxkv.sizes import require_int
 
 
 @typing.no_type_check
@@ -51,11 +52,17 @@ def occupy(seqs: Seqs, row: Int32[Array, ""], promised: Int32[Array, ""], ok: Bo
 
 
 def check_append(
-    seqs: Seqs, new_tokens: Int32[Array, " rows"], max_len: int | Int32[Array, " rows"]
+    seqs: Seqs, new_tokens: Int32[Array, " rows"], max_len: int | Int32[Array, " rows"], max_new_tokens: int
 ) -> Bool[Array, " rows"]:
-    """Rows whose request to grow is malformed: a negative count, a free row, or past `max_len`."""
+    """Rows whose request to grow is malformed: negative, beyond `max_new_tokens`, a free row, or past `max_len`.
+
+    Raises:
+      ValueError: if `max_new_tokens` is not a positive int.
+    """
+    require_int("max_new_tokens", max_new_tokens)
+    unbounded = (new_tokens < 0) | (new_tokens > max_new_tokens)
     # Not `lengths + new_tokens > max_len`: that sum wraps around for counts near 2**31.
-    return (new_tokens < 0) | (new_tokens > max_len - seqs.lengths) | ((new_tokens > 0) & ~seqs.active)
+    return unbounded | (new_tokens > max_len - seqs.lengths) | ((new_tokens > 0) & ~seqs.active)
 
 
 def advance(
