@@ -1,0 +1,223 @@
+"""The scheduler without any model, step by step against an oracle that goes through the requests one by one."""
+
+import functools
+import random
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxkv.contiguous import VAttention
+from paxkv.memory import Ask
+from paxkv.outcomes import Outcome
+from paxkv.paged import Paged
+from paxkv.requests import TICK_US, Reason, Status, make_requests
+from paxkv.reserved import Reserved
+from paxkv.scheduler import commit, init_scheduler, next_arrival, schedule
+from tests.paxkv.oracles.lockstep import ORACLES
+from tests.paxkv.scheduler_oracle import Request, SchedulerOracle
+
+REQUESTS, MAX_LEN, WIDTH, STEPS, STOP = 9, 20, 22, 192, 3
+MEMORIES = {
+    "paged_1": (Paged(rows=4, max_len=MAX_LEN, block_size=1, num_blocks=26), 5),
+    "paged_3_watermark": (Paged(rows=5, max_len=MAX_LEN, block_size=3, num_blocks=9, watermark_blocks=1), 8),
+    "paged_4_small": (Paged(rows=4, max_len=MAX_LEN, block_size=4, num_blocks=4), 4),
+    "vattention": (VAttention(4, MAX_LEN, num_groups=7, page_bytes=8, token_bytes=2, buffers=2), 6),
+    "vattention_straddling_eager": (
+        VAttention(4, MAX_LEN, 9, page_bytes=10, token_bytes=4, buffers=2, deferred_reclaim=False, watermark_groups=1),
+        7,
+    ),
+    "reserved_max": (Reserved(rows=4, max_len=MAX_LEN, num_slots=64, policy="max"), 6),
+    "reserved_pow2": (Reserved(rows=4, max_len=MAX_LEN, num_slots=43, policy="pow2"), 5),
+    "reserved_oracle": (Reserved(rows=4, max_len=MAX_LEN, num_slots=28, policy="oracle", min_block=2), 4),
+}
+
+
+def ticks_of(tokens, kv_tokens=0, sync_map_calls=0):
+    return 3 + 2 * tokens
+
+
+@functools.cache
+def jitted_trace(name):
+    """All steps of a trace in one call; every sampled token is looked up in a table."""
+    memory, budget = MEMORIES[name]
+
+    def one_step(state, _, requests, tokens):
+        before = state
+        state, plan = schedule(memory, requests, state, budget)
+        total = jnp.sum(plan.new_tokens)
+        ticks = jnp.where(total > 0, ticks_of(total), next_arrival(requests, state) - state.clock)
+        place = state.progress.generated.at[state.row_request].get(mode="fill", fill_value=0)
+        sampled = tokens.at[state.row_request, place].get(mode="fill", fill_value=0)
+        after = commit(memory, requests, state, plan, sampled, state.clock + ticks)
+        seen = {
+            "before": (before.row_request, memory.seqs(before.memory).lengths, before.progress.generated),
+            "scheduled": (state.row_request, memory.seqs(state.memory).lengths),
+            "plan": plan,
+            "clock": state.clock,
+            "progress": after.progress,
+            "faults": memory.seqs(after.memory).faults.word,
+        }
+        return after, seen
+
+    @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
+    def trace(requests, tokens):
+        one = functools.partial(one_step, requests=requests, tokens=tokens)
+        return jax.lax.scan(one, init_scheduler(memory, requests), length=STEPS)
+
+    return trace
+
+
+def run(name, requests):
+    device_requests = make_requests(
+        np.zeros((REQUESTS, WIDTH), np.int32),
+        np.array([r.prompt for r in requests]),
+        np.array([r.output for r in requests]),
+        np.array([r.arrival for r in requests]) * (TICK_US / 1000),
+        seed=0,
+        stop_token=STOP,
+    )
+    tokens = jnp.asarray(np.array([r.tokens for r in requests], np.int32))
+    final, seen = jax.tree.map(np.asarray, jitted_trace(name)(device_requests, tokens))
+    happened = seen["plan"].new_tokens.sum(axis=1) + seen["plan"].refused
+    return final, [jax.tree.map(lambda a, i=i: a[i], seen) for i in range(np.flatnonzero(happened)[-1] + 3)]
+
+
+def random_workload(seed):
+    """Bursts and pauses; a few requests that ask for nothing or for too much; some outputs with a stop token."""
+    rng = random.Random(seed)
+    arrival, requests = rng.randint(0, 3), []
+    for i in range(REQUESTS):
+        arrival += rng.choice([0, 0, 0, 5, 20, 150])
+        prompt = rng.choice([rng.randint(1, 4), rng.randint(1, 12), rng.randint(1, WIDTH)])
+        output = rng.choice([0, 1, rng.randint(1, 8), rng.randint(1, 18), rng.randint(5, 30)])
+        tokens = [rng.choice([5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, STOP]) for _ in range(40)]
+        requests.append(Request(i, prompt, output, arrival, tokens))
+    return requests
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_every_step_is_that_of_the_sequential_oracle(name):
+    memory, budget = MEMORIES[name]
+    happened = Counter()
+    for seed in range(25):
+        requests = random_workload(seed)
+        oracle = SchedulerOracle(ORACLES[type(memory)](memory), requests, budget, STOP, ticks_of)
+        final, steps = run(name, requests)
+        assert (final.progress.status == Status.ENDED).all(), f"seed {seed}: livelock"
+        for i, now in enumerate(steps):
+            require_sound_step(memory, budget, requests, now, f"seed {seed}, step {i}")
+            step = oracle.step()
+            require_equal_step(requests, step, now, f"seed {seed}, step {i}")
+            happened["preempted"] += step.preempted
+            happened["chunks"] += sum(step.starts[r] > 0 and count > 1 for r, count in step.new_tokens.items())
+        assert all(r.ended for r in requests), f"seed {seed}"
+        require_empty(memory, final)
+        happened.update(r.reason for r in requests)
+    if type(memory) is not Reserved:
+        assert happened["preempted"] > 4
+    wanted = {"LENGTH", "STOP_TOKEN", "REFUSED_TOO_LONG", "NO_OUTPUT", "chunks"}
+    wanted |= {"REFUSED_NEVER_FITS"} if never_fits(memory, MAX_LEN) else {"MAX_MODEL_LEN"}
+    assert all(happened[reason] > 4 for reason in wanted), happened
+
+
+def never_fits(memory, tokens):
+    asked = Ask(*(jnp.int32(n) for n in (1, 1, tokens)))
+    return int(memory.admit(memory.init(), asked)[2]) == Outcome.NEVER
+
+
+def require_sound_step(memory, budget, requests, now, where):
+    """What holds in every step, whatever the oracle says. `requests` are still as they were before it."""
+    (rows_before, lengths_before, generated), (rows, lengths), plan = now["before"], now["scheduled"], now["plan"]
+    assert now["faults"] == 0, where
+    assert plan.new_tokens.sum() <= budget, where
+    known = {r.id: r.prompt + int(generated[r.id]) for r in requests}
+    for row in range(memory.rows):
+        request = int(rows[row])
+        if request == REQUESTS:
+            assert plan.new_tokens[row] == 0, where
+            continue
+        assert plan.starts[row] + plan.new_tokens[row] == lengths[row] <= known[request], where
+        if request == int(rows_before[row]) and lengths_before[row] == known[request] - 1:
+            assert plan.new_tokens[row] == 1, f"a decode row got nothing, {where}"
+    running = [int(r) for r in rows if r < REQUESTS]
+    assert len(set(running)) == len(running), where
+    ended = now["progress"].reason != Reason.NONE
+    waiting = [r.id for r in requests if r.arrival <= now["clock"] and r.id not in running and not ended[r.id]]
+    assert not running or not waiting or max(running) < min(waiting), f"somebody was overtaken, {where}"
+    if running or waiting:
+        assert plan.new_tokens.sum() > 0, f"nothing was computed, {where}"
+
+
+def require_equal_step(requests, step, now, where):
+    rows, plan, progress = now["scheduled"][0].tolist(), now["plan"], now["progress"]
+    row_of = {request: row for row, request in enumerate(rows) if request < REQUESTS}
+    assert {row: request for request, row in row_of.items()} == step.rows, where
+    assert {r: int(plan.new_tokens[row]) for r, row in row_of.items() if plan.new_tokens[row]} == step.new_tokens, where
+    assert {r: int(plan.starts[row_of[r]]) for r in step.starts} == step.starts, where
+    assert {r for r, row in row_of.items() if plan.samples[row]} == step.samples, where
+    for field in ("admitted", "refused", "preempted", "recompute_tokens"):
+        assert int(getattr(plan, field)) == getattr(step, field), f"{field}, {where}"
+    assert int(now["clock"]) == step.clock, where
+    status = [Status.ENDED if r.ended else Status.WAITING if r.row is None else Status.RUNNING for r in requests]
+    assert progress.status.tolist() == status, where
+    assert progress.reason.tolist() == [Reason[r.reason] for r in requests], where
+    for field in ("generated", "admitted_at", "first_token_at", "ended_at", "preemptions"):
+        assert getattr(progress, field).tolist() == [getattr(r, field) for r in requests], f"{field}, {where}"
+
+
+def require_empty(memory, state):
+    """Everything came back: nobody runs, and memory can give what it could at first."""
+    assert not memory.seqs(state.memory).active.any()
+    on_device = jax.tree.map(jnp.asarray, state.memory)
+    assert int(memory.available(on_device)) == int(memory.available(memory.init()))
+    assert (memory.owners(on_device) == memory.rows).all()
+
+
+def by_hand(*workload):
+    """Requests `(prompt, output, arrival)`; the rest of the batch asks for nothing, at the end."""
+    last = max(arrival for _, _, arrival in workload)
+    workload = [*workload, *[(1, 0, last)] * (REQUESTS - len(workload))]
+    return [Request(i, prompt, output, arrival, [5] * 40) for i, (prompt, output, arrival) in enumerate(workload)]
+
+
+def computed(steps):
+    """Tokens by request in each step that computes anything."""
+    found = []
+    for now in steps:
+        rows, counts = now["scheduled"][0].tolist(), now["plan"].new_tokens.tolist()
+        found.append({r: n for r, n in sorted(zip(rows, counts, strict=True)) if n})
+    return [step for step in found if step]
+
+
+def test_the_youngest_is_preempted_and_recomputed_worked_out_by_hand():
+    # Four blocks of four tokens, four tokens a step. In the fourth step request 0 takes the last block for its ninth
+    # token, request 1 finds none for its fifth to eighth and loses its four; it comes back when request 0 has ended.
+    final, steps = run("paged_4_small", by_hand((7, 4, 0), (8, 2, 0)))
+    assert computed(steps) == [{0: 4}, {0: 3, 1: 1}, {0: 1, 1: 3}, {0: 1}, {0: 1}, {1: 4}, {1: 4}, {1: 1}]
+    assert [int(now["plan"].recompute_tokens) for now in steps[:5]] == [0, 0, 0, 4, 0]
+    assert final.progress.preemptions.tolist()[:2] == [0, 1]
+    assert final.progress.admitted_at.tolist()[:2] == [0, 11]  # its first row counts
+    assert final.progress.first_token_at.tolist()[:2] == [22, 3 * 11 + 2 * 5 + 2 * 11]
+
+
+def test_a_request_that_can_never_fit_is_refused_and_the_queue_goes_on():
+    # 14 + 3 tokens need five of four blocks: waiting would not help, and would keep everybody behind from running.
+    final, steps = run("paged_4_small", by_hand((2, 1, 0), (14, 3, 0), (3, 3, 0)))
+    assert [Reason(int(r)).name for r in final.progress.reason[:3]] == ["LENGTH", "REFUSED_NEVER_FITS", "LENGTH"]
+    assert final.progress.admitted_at.tolist()[:3] == [0, -1, 0]
+    assert final.progress.ended_at[1] == 0
+    assert computed(steps)[0] == {0: 2, 2: 2}
+
+
+def test_a_small_request_does_not_overtake_a_large_one():
+    # Request 1 needs all of the memory; request 2 would fit beside request 0 at once.
+    final, _ = run("paged_4_small", by_hand((4, 6, 0), (13, 3, 0), (1, 1, 0)))
+    assert final.progress.admitted_at[2] >= final.progress.admitted_at[1] >= final.progress.ended_at[0]
+
+
+def test_an_idle_server_jumps_to_the_next_arrival():
+    _, steps = run("reserved_oracle", by_hand((2, 1, 40), (2, 1, 1000)))
+    assert [int(now["clock"]) for now in steps[:4]] == [0, 40, 40 + ticks_of(2), 1000]
