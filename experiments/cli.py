@@ -5,7 +5,6 @@ is 0, or 1 if a check of an experiment failed or a run is unfinished, or 2 if so
 """
 
 import argparse
-import os
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
@@ -36,10 +35,6 @@ def main(argv: Sequence[str] | None = None, experiments: Mapping[str, str] = reg
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        # The reader of a pipe has seen enough; Python must not complain about it once more when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
     except KeyboardInterrupt:
         print("interrupted; finished parts are kept, and the same command resumes", file=sys.stderr)
         return 130

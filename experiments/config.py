@@ -265,6 +265,9 @@ def _fields(config: Any, prefix: str) -> Iterator[tuple[str, str, Any]]:
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             yield from _fields(value, f"{prefix}{field.name}.")
+        elif isinstance(value, Mapping) and value and all(map(dataclasses.is_dataclass, value.values())):
+            for name, item in value.items():
+                yield from _fields(item, f"{prefix}{field.name}.{name}.")
         else:
             yield prefix + field.name, _type_name(hints[field.name]), draccus.encode(value)
 

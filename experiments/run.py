@@ -48,7 +48,7 @@ def show_help(loaded: Loaded, console: rich.console.Console) -> int:
     """Lists every key of a config, its type and its value here."""
     table = rich.table.Table("key", "type", "value", box=rich.box.SIMPLE_HEAD, pad_edge=False)
     for key, kind, value in configs.describe_fields(loaded.config):
-        table.add_row(f"--{key}", kind, rich.markup.escape(str(value)))
+        table.add_row(f"--{key}", rich.markup.escape(kind), rich.markup.escape(str(value)))
     console.print(loaded.experiment.description)
     console.print(table)
     return 0
@@ -74,9 +74,10 @@ def run(loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: ric
         status = results.FAILED if failures else results.FINISHED
         summary = results.summary(experiment.name, str(path), status, found)
         run_dir.write_json(MANIFEST, run_dir.read_json(MANIFEST) | {"finished": manifest.now()})
-        experiment.show(found, console)
         files.write_text(path / REPORT, page.build(path, experiment, summary))
         run_dir.write_json(SUMMARY, summary)
+    # Printed last: nothing that goes wrong with a terminal or a pipe can cost a run.
+    experiment.show(found, console)
     for failure in failures:
         print(f"check failed: {failure}", file=sys.stderr)
     print(f"report: {path / REPORT}", file=sys.stderr)

@@ -257,6 +257,16 @@ def test_a_run_killed_at_any_write_is_unfinished_and_resumes_without_loss(call, 
     assert ended_at > 15
 
 
+def test_a_pipe_that_is_closed_early_costs_nothing(call, config, monkeypatch):
+    def closed(*_):
+        raise SystemExit(1)  # what rich makes of a broken pipe
+
+    monkeypatch.setattr("experiments.results.render", closed)
+    with pytest.raises(SystemExit):
+        call("run", config)
+    assert files.read_json(only_run() / "summary.json")["status"] == "finished"
+
+
 def test_an_interrupt_says_how_to_go_on(call, config, monkeypatch):
     def interrupted(*_):
         raise KeyboardInterrupt

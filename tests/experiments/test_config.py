@@ -189,6 +189,26 @@ def test_a_resolved_config_is_the_same_config_with_the_same_comment():
     assert configs.header(text) == "What?\n\n  indented\nlast"
 
 
+def test_every_field_is_listed_under_the_key_that_overrides_it():
+    @dataclasses.dataclass(frozen=True)
+    class Groups:
+        memories: dict[str, Memory]
+        one: Memory
+        none: dict[str, Memory] = dataclasses.field(default_factory=dict)
+
+    fields = configs.describe_fields(Groups({"a": Memory(1), "b": Memory(2)}, Memory(3)))
+    assert [(key, value) for key, _, value in fields] == [
+        ("memories.a.block_size", 1),
+        ("memories.a.policy", "lru"),
+        ("memories.b.block_size", 2),
+        ("memories.b.policy", "lru"),
+        ("one.block_size", 3),
+        ("one.policy", "lru"),
+        ("none", {}),
+    ]
+    assert fields[0][1] == "int"
+
+
 def test_a_header_ends_where_the_comment_ends():
     assert configs.header("\n# one\n#two\n\n# not this\nseed: 3\n") == "one\ntwo"
     assert configs.header("seed: 3\n") == ""
