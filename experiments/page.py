@@ -43,12 +43,15 @@ def build(path: pathlib.Path, experiment: registry.Experiment, summary: Mapping[
     facts = files.read_json(path / MANIFEST)
     with plots.style():
         figures = [_figure(figure, f"f{index}") for index, figure in enumerate(experiment.figures(path))]
+    tables = experiment.tables(summary["results"])
+    everything = results.table(summary["results"], experiment.modelled)
     sections = (
         _header(experiment, summary, facts, configs.header(config_text)),
         _section("Checks that failed", _failures(experiment.failed_checks(summary["results"]))),
-        _section("Results", "".join(map(_table, experiment.tables(summary["results"])))),
-        _section("What the numbers mean", _glossary(summary["results"], experiment)),
+        _section("Results", "".join(map(_table, tables))),
         _section("Figures", "".join(figures)),
+        _section("Every metric", _table(everything) if everything not in tables else ""),
+        _section("What the numbers mean", _glossary(summary["results"], experiment)),
         _section("Config", f"<pre>{_text(config_text)}</pre>"),
         _section("How it was computed", _facts(facts)),
     )

@@ -2,22 +2,19 @@
 
 import dataclasses
 import hashlib
-import json
 import pathlib
 from typing import Any
 
 import numpy as np
 import polars as pl
-import rich.box
-from rich.console import Console
-from rich.table import Table
 
-from experiments import metrics, plots
+from experiments import files, metrics, plots
 from experiments.progress import Progress
+from experiments.results import Results, Table
 from experiments.run_directory import RunDirectory
 from experiments.serving import Served, serve
 from experiments.token_check import compare_tokens
-from experiments.workloads.config import WorkloadConfig, load_workload
+from experiments.workloads.config import WorkloadConfig, load_workload, with_sha256
 from experiments.workloads.tokens import prompt_tokens
 from models.checkpoint import load_checkpoint, load_record
 from models.decoder import make_decode
@@ -79,6 +76,11 @@ class Config:
     kernels: str | None = None
     cost: StepCost = dataclasses.field(default_factory=StepCost)
     memories: dict[str, MemoryConfig] = dataclasses.field(default_factory=dict)
+
+
+def resolve(config: Config) -> Config:
+    """Names the trace by its hash, so that the run's identity covers the data."""
+    return dataclasses.replace(config, workload=with_sha256(config.workload))
 
 
 def parts(config: Config) -> list[str]:
@@ -189,7 +191,7 @@ def _results(config: Config, run_dir: RunDirectory, memories: dict[str, KVMemory
     return found
 
 
-def failed_checks(results: dict[str, dict[str, Any]]) -> list[str]:
+def failed_checks(results: Results) -> list[str]:
     """What every run must show, whatever the workload."""
     failures = [
         f"{name}: {values['unexplained_differences']} requests got other greedy tokens than under the first memory"
@@ -208,9 +210,9 @@ _ROWS = {
     "peak_running": ("peak running requests", "{:.0f}"),
     "mean_running": ("mean running requests", "{:.1f}"),
     "pool_utilization": ("budget that holds tokens", "{:.1%}"),
-    "reservation_waste": ("  wasted: reservation", "{:.1%}"),
-    "internal_waste": ("  wasted: internal", "{:.1%}"),
-    "external_waste": ("  wasted: external", "{:.1%}"),
+    "reservation_waste": ("wasted: reservation", "{:.1%}"),
+    "internal_waste": ("wasted: internal", "{:.1%}"),
+    "external_waste": ("wasted: external", "{:.1%}"),
     "allocated_utilization": ("allocated that holds tokens", "{:.1%}"),
     "preemptions": ("preemptions", "{:.0f}"),
     "map_calls": ("map calls", "{:,.0f}"),
@@ -223,23 +225,29 @@ _ROWS = {
 }
 
 
-def render(results: dict[str, dict[str, Any]], console: Console) -> None:
-    """Prints a column for each memory."""
-    table = Table(title="The same requests and KV budget under each memory", box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("")
-    for name in results:
-        table.add_column(name.replace("_", "_\n"), justify="right", vertical="bottom")
-    for metric, (label, form) in _ROWS.items():
-        cells = (values.get(metric) for values in results.values())
-        table.add_row(label, *("-" if cell is None else form.format(cell) for cell in cells))
-    console.print(table)
+def tables(results: Results) -> list[Table]:
+    """The figures that tell the memories apart, a column for each."""
+
+    def cell(value: Any, form: str) -> str:
+        match value:
+            case None:
+                return "-"
+            case bool():
+                return "yes" if value else "no"
+        return form.format(value)
+
+    rows = [
+        [label, *(cell(values.get(metric), form) for values in results.values())]
+        for metric, (label, form) in _ROWS.items()
+    ]
+    return [Table(["", *results], rows, "The same requests and KV budget under each memory")]
 
 
 def figures(run_path: pathlib.Path) -> list[plots.Figure]:
     """Running requests and utilisation over time, waste, latency, and the memory itself."""
-    steps = pl.read_parquet(run_path / "steps.parquet")
-    requests = pl.read_parquet(run_path / "requests.parquet")
-    pool = pl.read_parquet(run_path / "pool.parquet")
+    steps = files.read_parquet(run_path / "steps.parquet")
+    requests = files.read_parquet(run_path / "requests.parquet")
+    pool = files.read_parquet(run_path / "pool.parquet")
     names = steps["memory"].unique(maintain_order=True).to_list()
     by_name = {name: steps.filter(pl.col("memory") == name) for name in names}
     return [
@@ -305,7 +313,7 @@ def _picture(run_path: pathlib.Path, name: str, pool: pl.DataFrame, num_requests
     owners = np.array(pool["owners"].to_list()).T
     figure, axes = plots.canvas(height=2.4)
     last = int(pool["step"].max())  # pyright: ignore[reportArgumentType]
-    unit = json.loads((run_path / "parts" / name / "memory.json").read_text())["unit"]
+    unit = files.read_json(run_path / "parts" / name / "memory.json")["unit"]
     picture = np.where(owners < 0, num_requests, owners)
     plots.memory_picture(axes, picture, num_requests, unit, times=(0, last))
     axes.set_xlabel("step")

@@ -9,6 +9,8 @@ An experiment is a module. It must have
 
 and may have
 
+- `resolve(config) -> Config`: fills in what a run depends on and the file leaves open (the hash of a trace), before the
+  config is hashed and written.
 - `parts(config) -> list[str]`: the names under which it calls `run_dir.part`, so that an unfinished run can be told
   what is missing.
 - `failed_checks(results) -> list[str]`: one sentence for each thing that should hold and does not. Any makes the
@@ -50,6 +52,7 @@ class Experiment:
     config_class: type[Any]
     description: str
     run: Callable[..., Any]
+    resolve: Callable[[Any], Any]
     parts: Callable[[Any], list[str]]
     failed_checks: Callable[[Any], list[str]]
     tables: Callable[[Any], list[results.Table]]
@@ -93,6 +96,7 @@ def from_module(name: str, module: ModuleType) -> Experiment:
         config_class=module.Config,
         description=module.DESCRIPTION,
         run=module.run,
+        resolve=getattr(module, "resolve", lambda config: config),
         parts=getattr(module, "parts", lambda config: []),
         failed_checks=getattr(module, "failed_checks", lambda found: []),
         tables=getattr(module, "tables", lambda found: [results.table(found, modelled)]),

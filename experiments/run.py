@@ -64,6 +64,10 @@ def run(loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: ric
       UserError: the run is finished, in use, or its inputs are wrong.
     """
     experiment, config, comment = loaded
+    try:
+        config = experiment.resolve(config)
+    except ValueError as error:
+        raise UserError(str(error)) from error
     digest = configs.config_hash(config)
     path = out_dir / f"{experiment.name}-{digest[:8]}-{config.seed}"
     jax_setup.configure()
