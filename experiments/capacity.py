@@ -7,11 +7,10 @@ from fractions import Fraction
 from typing import Literal
 
 import polars as pl
-import rich.console
-import rich.table
 
 from experiments.capacity_examples import QUANTITIES, Example, Row, worked_examples
 from experiments.progress import Progress
+from experiments.results import Table
 from experiments.run_directory import RunDirectory
 
 DESCRIPTION = "Bytes, blocks, concurrency and waste of published KV cache examples, checked exactly."
@@ -73,29 +72,29 @@ def failed_checks(results: Results) -> list[str]:
     ]
 
 
-def render(results: Results, console: rich.console.Console) -> None:
-    """Prints one line per quantity, and how many of them do not hold."""
-    table = rich.table.Table(title="Worked examples of KV cache capacity", title_justify="left")
-    for heading in ("input", "quantity", "expected", "got", "rounding", "sources print", "holds"):
-        # On a narrow terminal text must wrap: a number that is cut short reads as another number.
-        table.add_column(heading, justify="right" if heading in ("expected", "got") else "left", overflow="fold")
+def tables(results: Results) -> list[Table]:
+    """One line per quantity, and how many of them do not hold."""
+    headings = ("input", "quantity", "expected", "got", "rounding", "sources print", "holds")
+    rows: list[list[str]] = []
     for name, example in results.items():
         if name == "summary":
             continue
         inputs = itertools.chain([str(example["input"])], itertools.repeat(""))
         for quantity in (key for key in example if key in QUANTITIES):
             got = example[quantity]
-            table.add_row(
-                next(inputs),
-                quantity,
-                _text(example.get(f"{quantity}_expected", got)),
-                _text(got),
-                QUANTITIES[quantity].rounding,
-                str(example.get(f"{quantity}_printed", "")),
-                "NO" if f"{quantity}_expected" in example else "yes",
+            rows.append(
+                [
+                    next(inputs),
+                    quantity,
+                    _text(example.get(f"{quantity}_expected", got)),
+                    _text(got),
+                    QUANTITIES[quantity].rounding,
+                    str(example.get(f"{quantity}_printed", "")),
+                    "NO" if f"{quantity}_expected" in example else "yes",
+                ]
             )
-    console.print(table)
-    console.print("{checked} checked, {failed} failed".format(**results["summary"]))
+    title = "Worked examples of KV cache capacity: {checked} checked, {failed} failed".format(**results["summary"])
+    return [Table(headings, rows, title)]
 
 
 def _result(rows: list[Row]) -> dict[str, float | int | bool | str]:

@@ -295,13 +295,12 @@ def _waste(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
 def _latency(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
     figure, (left, right) = plots.canvas(1, 2, height=3.4)
     served = {name: requests.filter(pl.col("generated") > 0) for name, requests in by_name.items()}
-    plots.cdf(left, {n: ((r["first_token_ms"] - r["arrival_ms"]) / 1000).to_list() for n, r in served.items()}, "")
-    left.set_xlabel("time to first token in s (modelled)")
-    per_token = {n: ((r["ended_ms"] - r["arrival_ms"]) / r["generated"]).to_list() for n, r in served.items()}
-    plots.cdf(right, per_token, "")
-    right.set_xlabel("latency per output token in ms (modelled)")
+    ttft_s = {n: ((r["first_token_ms"] - r["arrival_ms"]) / 1000).to_list() for n, r in served.items()}
+    per_token_ms = {n: ((r["ended_ms"] - r["arrival_ms"]) / r["generated"]).to_list() for n, r in served.items()}
+    # A request that queues waits a hundred times longer than one that does not.
+    plots.cdf(left, ttft_s, "time to first token in s (modelled)", log=True)
+    plots.cdf(right, per_token_ms, "latency per output token in ms (modelled)", log=True)
     for axes in (left, right):
-        axes.set_xscale("log")  # a request that queues waits a hundred times longer than one that does not
         axes.get_legend().remove()
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=3)

@@ -119,14 +119,24 @@ def over_time(axes: Axes, series: Mapping[str, tuple[Sequence[float], Sequence[f
     legend(axes)
 
 
-def cdf(axes: Axes, samples: Mapping[str, Sequence[float]], unit: str) -> None:
-    """Share of the samples (none negative) that are at most x, one line per memory; one without samples is left out."""
+def cdf(axes: Axes, samples: Mapping[str, Sequence[float]], unit: str, *, log: bool = False) -> None:
+    """Share of the samples that are at most x, one line per memory; one without samples is left out.
+
+    Args:
+      axes: to draw into.
+      samples: by memory, none negative; none 0 if `log`.
+      unit: what the samples are, for the axis.
+      log: whether the axis of the samples is logarithmic.
+    """
     for name, values in samples.items():
         if len(values):
             ordered = np.sort(np.asarray(values, dtype=float))
             share = np.arange(1, len(ordered) + 1) / len(ordered)
             axes.plot([ordered[0], *ordered], [0.0, *share], drawstyle="steps-post", **memory_style(name))
-    axes.set_xlim(left=0)
+    if log:
+        axes.set_xscale("log")
+    else:
+        axes.set_xlim(left=0)
     axes.set_xlabel(unit)
     axes.set_ylabel("share of requests")
     axes.set_ylim(0, 1.02)

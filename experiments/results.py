@@ -15,6 +15,7 @@ Value = float | int | bool | str | None
 """A metric; None where it is not defined, such as the time between the tokens of one-token answers."""
 Results = Mapping[str, Mapping[str, Value]]
 
+_SHORT = 32  # characters of a row's name that a narrow terminal still has room for
 FINISHED, FAILED, UNFINISHED = "finished", "failed", "unfinished"
 
 
@@ -60,8 +61,11 @@ def render(tables: Sequence[Table], console: rich.console.Console) -> None:
             title=table.title or None, title_justify="left", box=rich.box.SIMPLE_HEAD, pad_edge=False
         )
         for index, heading in enumerate(table.headings):
-            justify = "right" if table.aligned_right(index) else "left"
-            grid.add_column(rich.markup.escape(heading), justify=justify, no_wrap=index == 0)
+            numbers = table.aligned_right(index)
+            # A number that is cut short or broken reads as another number; names stay whole while they are short.
+            whole = numbers or (index == 0 and max((len(row[0]) for row in table.rows), default=0) <= _SHORT)
+            justify = "right" if numbers else "left"
+            grid.add_column(rich.markup.escape(heading), justify=justify, no_wrap=whole, overflow="fold")
         for row in table.rows:
             grid.add_row(*map(rich.markup.escape, row))
         console.print(grid)

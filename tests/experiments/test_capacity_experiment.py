@@ -9,6 +9,7 @@ from experiments import capacity, config
 from experiments.capacity_examples import QUANTITIES, Example, worked_examples
 from experiments.errors import UserError
 from experiments.progress import Progress
+from experiments.results import render
 from experiments.run_directory import RunDirectory
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs/capacity/worked_examples.yaml"
@@ -26,7 +27,7 @@ def run(examples, path):
 
 def printed(results, width=200):
     console = rich.console.Console(file=io.StringIO(), width=width)
-    capacity.render(results, console)
+    render(capacity.tables(results), console)
     return console.file.getvalue()
 
 
