@@ -191,7 +191,7 @@ def _results(config: Config, run_dir: RunDirectory, memories: dict[str, KVMemory
     return found
 
 
-def failed_checks(results: Results) -> list[str]:
+def failed_checks(results: dict[str, dict[str, Any]]) -> list[str]:
     """What every run must show, whatever the workload."""
     failures = [
         f"{name}: {values['unexplained_differences']} requests got other greedy tokens than under the first memory"
