@@ -19,6 +19,7 @@ class Request:
     first_token_at: int = -1
     ended_at: int = -1
     preemptions: int = 0
+    recomputed_output: int = 0  # output tokens that a preemption threw out of memory
 
     @property
     def known(self) -> int:
@@ -128,6 +129,7 @@ class SchedulerOracle:
         step.preempted += 1
         step.recompute_tokens += self.length(request)
         request.preemptions += 1
+        request.recomputed_output += request.generated
         self.let_go(request)
 
     def let_go(self, request: Request) -> None:
