@@ -7,9 +7,11 @@ arrive, and steps pass, on a clock that an affine model drives; wall-clock time 
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from paxkv.requests import TICK_US
+from paxkv.sizes import require_int
 
 
 @jax.tree_util.register_static
@@ -27,6 +29,12 @@ class StepCost:
     kv_token_ns: int = 20  # each stored token that attention reads
     map_call_ns: int = 40_000
 
+    def __post_init__(self) -> None:
+        """Refuses negative costs, and steps that take no time at all."""
+        require_int("step_ns", self.step_ns)
+        for name in ("token_ns", "kv_token_ns", "map_call_ns"):
+            require_int(name, getattr(self, name), minimum=0)
+
 
 def step_ticks(
     cost: StepCost, tokens: Int32[Array, ""], kv_tokens: Int32[Array, ""], sync_map_calls: Int32[Array, ""]
@@ -39,6 +47,13 @@ def step_ticks(
       kv_tokens: stored tokens read, summed over the sequences that compute anything.
       sync_map_calls: driver calls the step waits for.
     """
-    ns = cost.step_ns + cost.token_ns * tokens + cost.kv_token_ns * kv_tokens + cost.map_call_ns * sync_map_calls
     tick_ns = 1000 * TICK_US
-    return (ns + (tick_ns - 1)) // tick_ns
+    whole, rest = divmod(cost.step_ns, tick_ns)
+    ticks, ns = jnp.int32(whole), jnp.int32(rest)
+    charges = (cost.token_ns, tokens), (cost.kv_token_ns, kv_tokens), (cost.map_call_ns, sync_map_calls)
+    for unit_ns, count in charges:
+        # Not `unit_ns * count`: int32 holds two seconds of nanoseconds. Only remainders are multiplied as such.
+        whole, rest = divmod(unit_ns, tick_ns)
+        ticks += whole * count + rest * (count // tick_ns)
+        ns += rest * (count % tick_ns)
+    return ticks + (ns + (tick_ns - 1)) // tick_ns
