@@ -20,7 +20,8 @@ def sample(
     """
     best = jax.lax.top_k(logits, 2)[0]
     greedy = temperatures == 0
-    scaled = logits / jnp.where(greedy, 1.0, temperatures)[:, None]
+    # Relative to the best, so that a small temperature overflows for none but the hopeless.
+    scaled = (logits - best[:, :1]) / jnp.where(greedy, 1.0, temperatures)[:, None]
     drawn = jax.vmap(jax.random.categorical)(keys, scaled)
     tokens = jnp.where(greedy, jnp.argmax(logits, axis=-1), drawn)
     return tokens.astype(jnp.int32), best[:, 0] - best[:, 1]
