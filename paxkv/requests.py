@@ -110,15 +110,22 @@ def make_requests(
     for name, array in (("output_lens", output_lens), ("arrival_ms", arrival_ms), ("prompts", prompts)):
         if len(array) != count:
             raise ValueError(f"{name}: expected {count} entries, one for each of prompt_lens, got {len(array)}")
+    for name, array in (("prompts", prompts), ("prompt_lens", prompt_lens), ("output_lens", output_lens)):
+        if not np.issubdtype(array.dtype, np.integer):
+            raise ValueError(f"{name}: expected integers, got {array.dtype}; round them first")
     if prompts.ndim != 2 or not (prompt_lens.min() >= 1 and prompt_lens.max() <= prompts.shape[1]):
         raise ValueError(
             f"prompt_lens: expected 1 to {prompts.shape[-1]} (the width of prompts), got "
             f"{prompt_lens.min()} to {prompt_lens.max()}"
         )
-    if output_lens.min() < 0:
-        raise ValueError(f"output_lens: expected 0 or more, got {output_lens.min()}")
-    if temperature < 0:
-        raise ValueError(f"temperature: expected 0 (greedy) or more, got {temperature}")
+    longest = int((prompt_lens.astype(np.int64) + output_lens).max())
+    if output_lens.min() < 0 or longest >= 2**31:
+        raise ValueError(
+            f"output_lens: expected 0 or more, and with the prompt less than 2**31, got {output_lens.min()} to "
+            f"{output_lens.max()}, {longest} with the prompt"
+        )
+    if not 0 <= temperature < float("inf"):
+        raise ValueError(f"temperature: expected a finite number, 0 (greedy) or more, got {temperature}")
     ticks = np.round(np.asarray(arrival_ms, np.float64) * 1000 / TICK_US)
     if not np.all(np.diff(ticks) >= 0) or not ticks[0] >= 0 or not ticks[-1] < 2**30:
         raise ValueError(
