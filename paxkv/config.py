@@ -9,7 +9,7 @@ from paxkv.model_shapes import KVShape
 from paxkv.page_groups import PageGroups
 from paxkv.paged import Paged
 from paxkv.reserved import Reserved
-from paxkv.sizes import parse_fraction, parse_size
+from paxkv.sizes import parse_fraction, parse_size, require_int
 
 MemoryKind = Literal["paged", "vattention", "reserved_max", "reserved_pow2", "reserved_oracle"]
 
@@ -66,7 +66,9 @@ def make_memory(config: MemoryConfig, shape: KVShape, budget_bytes: int, rows: i
     _refuse_foreign_knobs(config)
     match config.kind:
         case "paged":
-            num_blocks = config.num_blocks or _units("block", budget_bytes, shape.block_bytes(config.block_size))
+            num_blocks = config.num_blocks
+            if num_blocks is None:
+                num_blocks = _units("block", budget_bytes, shape.block_bytes(config.block_size))
             return Paged(
                 rows=rows,
                 max_len=max_len,
@@ -90,13 +92,14 @@ def make_memory(config: MemoryConfig, shape: KVShape, budget_bytes: int, rows: i
                 watermark_groups=_watermark(config, num_groups),
             )
         case "reserved_max" | "reserved_pow2" | "reserved_oracle":
-            leaves = _units("smallest range", budget_bytes, shape.token_bytes * config.min_block)
+            min_block = require_int("min_block", config.min_block)
+            leaves = _units("smallest range", budget_bytes, shape.token_bytes * min_block)
             return Reserved(
                 rows=rows,
                 max_len=max_len,
-                num_slots=leaves * config.min_block,
+                num_slots=leaves * min_block,
                 policy=config.kind.removeprefix("reserved_"),  # pyright: ignore[reportArgumentType]
-                min_block=config.min_block,
+                min_block=min_block,
             )
     raise ValueError(f"kind: expected one of {', '.join(get_args(MemoryKind))}, got {config.kind!r}")
 
