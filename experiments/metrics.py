@@ -105,22 +105,24 @@ def memory_metrics(steps: pl.DataFrame) -> dict[str, float | int]:
         `external`, `allocated`, `recompute_tokens`, `map_calls`, `mapping_ms` and `sync_mapping_ms`.
 
     Returns:
-      Metrics by name. Shares are fractions of the budget, but `allocated_utilization` is one of what was allocated.
+      Metrics by name. Shares are fractions of the budget, but `allocated_utilization` is one of what was allocated, and
+      left out if nothing was.
     """
     busy = steps.filter(pl.col("new_tokens") > 0)
     queueing = busy.filter(pl.col("waiting") > 0)
     measured = _while_queueing(steps)
     busy_ms = float(busy["duration_ms"].sum())
     shares = memory_shares(steps)
+    allocated = _mean(measured, "allocated")
     return {
-        "peak_running": int(busy["running"].max()),  # pyright: ignore[reportArgumentType]
+        "peak_running": int(steps["running"].max()),  # pyright: ignore[reportArgumentType]
         "mean_running": _mean(measured, "running"),
         "pool_utilization": shares["tokens"],
-        "allocated_utilization": _mean(measured, "tokens") / _mean(measured, "allocated"),
+        **({"allocated_utilization": _mean(measured, "tokens") / allocated} if allocated else {}),
         "reservation_waste": shares["reservation"],
         "internal_waste": shares["internal"],
         "external_waste": shares["external"],
-        "queueing_share": float(queueing["duration_ms"].sum()) / busy_ms,
+        "queueing_share": float(queueing["duration_ms"].sum()) / busy_ms if busy_ms else 0.0,
         "map_calls": int(steps["map_calls"].sum()),
         "mapping_ms": float(steps["mapping_ms"].sum()),
         "sync_mapping_ms": float(steps["sync_mapping_ms"].sum()),
@@ -138,12 +140,16 @@ def memory_shares(steps: pl.DataFrame) -> dict[str, float]:
 
 
 def _while_queueing(steps: pl.DataFrame) -> pl.DataFrame:
-    """The steps that computed anything while requests waited; all that computed anything if none ever did."""
+    """The steps that computed anything while requests waited; all that computed anything if none ever did.
+
+    All steps if nothing was ever computed, as where every request is refused: the memory then lay idle as a whole.
+    """
     busy = steps.filter(pl.col("new_tokens") > 0)
     queueing = busy.filter(pl.col("waiting") > 0)
-    return busy if queueing.is_empty() else queueing
+    return next((some for some in (queueing, busy) if len(some)), steps)
 
 
 def _mean(steps: pl.DataFrame, column: str) -> float:
-    """Average over time: each step weighs as long as it lasted."""
-    return float(np.average(steps[column].to_numpy(), weights=steps["duration_ms"].to_numpy()))
+    """Average over time: each step weighs as long as it lasted; all the same if none lasted."""
+    values, duration_ms = steps[column].to_numpy(), steps["duration_ms"].to_numpy()
+    return float(np.average(values, weights=duration_ms) if duration_ms.any() else np.mean(values))

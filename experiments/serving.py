@@ -50,7 +50,8 @@ def serve(
       on_dispatch: called with the number of requests that have ended.
 
     Raises:
-      RuntimeError: a dispatch changed nothing although requests are left, which would go on for ever.
+      RuntimeError: a dispatch changed nothing although requests are left, which would go on for ever, or the modelled
+        clock ran out.
       MemoryFaultError: the memory recorded a fault.
     """
     memory = engine.memory
@@ -63,13 +64,16 @@ def serve(
 
     records: list[pl.DataFrame] = []
     pictures: list[dict[str, Any]] = []
-    step = 0
+    step = clock = 0
     while not all_ended(state):
         begin = time.perf_counter()
         state, record = advance(params, requests, state)
         jax.block_until_ready(state)
         wall_ms = 1000 * (time.perf_counter() - begin) / steps_per_dispatch
         raise_on_fault(memory.seqs(state.scheduler.memory).faults)
+        if int(state.scheduler.clock) < clock:
+            raise RuntimeError(f"the modelled clock passed {2**31 * TICK_MS / 1000:.0f} s, the most that it can count")
+        clock = int(state.scheduler.clock)
         table = _step_table(record, step, engine.cost.map_call_ns).with_columns(wall_ms=pl.lit(wall_ms))
         if table.is_empty() and not all_ended(state):
             raise RuntimeError(f"no step after step {step} did anything, although requests are waiting")

@@ -30,7 +30,7 @@ def compare_tokens(reference: pl.DataFrame, other: pl.DataFrame, near_tie: float
             continue
         pairs = zip(a["tokens"], b["tokens"], strict=False)
         first = next((i for i, (x, y) in enumerate(pairs) if x != y), None)
-        if first is not None and max(a["margins"][first], b["margins"][first]) <= near_tie:
+        if first is not None and all(run["margins"][first] <= near_tie for run in (a, b)):
             near_ties += 1
         else:  # a real difference, or one run stopped where the other went on
             unexplained += 1
