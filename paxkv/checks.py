@@ -134,9 +134,10 @@ def _of_usage(memory: KVMemory[Any], state: Any) -> Counts:
     seqs = memory.seqs(state)
     used = usage(memory, state, jnp.maximum(seqs.promised, seqs.lengths))
     kinds = jnp.stack([used.tokens, used.reserved, used.internal, used.external])
+    given = used.tokens + used.reserved + used.internal
     return {
         "usage_is_not_negative": _count(kinds < 0),
-        "usage_adds_up_to_capacity": jnp.abs(jnp.sum(kinds) - memory.capacity),
+        "allocated_covers_what_was_given": _count((used.allocated < given) | (used.allocated > memory.capacity)),
     }
 
 

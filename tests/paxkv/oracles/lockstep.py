@@ -25,15 +25,15 @@ ORACLES = {Paged: PagedOracle, VAttention: VAttentionOracle, Reserved: ReservedO
 MEMORIES = {
     "paged_1": Paged(rows=3, max_len=10, block_size=1, num_blocks=14),
     "paged_3_watermark": Paged(rows=5, max_len=11, block_size=3, num_blocks=9, watermark_blocks=1),
-    "paged_16": Paged(rows=2, max_len=40, block_size=16, num_blocks=4),
-    "vattention_whole": VAttention(rows=5, max_len=19, num_groups=9, page_bytes=8, token_bytes=2, buffers=4),
+    "paged_16": Paged(rows=4, max_len=176, block_size=16, num_blocks=10),
+    "vattention_whole": VAttention(rows=4, max_len=27, num_groups=12, page_bytes=8, token_bytes=2, buffers=6),
     "vattention_straddling": VAttention(
         rows=3, max_len=17, num_groups=8, page_bytes=10, token_bytes=4, buffers=2, deferred_reclaim=False
     ),
     "vattention_large_token": VAttention(
         rows=4,
         max_len=9,
-        num_groups=21,
+        num_groups=12,
         page_bytes=3,
         token_bytes=5,
         buffers=2,
@@ -162,6 +162,15 @@ class Lockstep:
         assert int(outcome) == expected, f"append({tokens}): {int(outcome)} instead of {expected}"
         self.compare(f"append({tokens})", before, failed=expected != Outcome.OK)
         return expected
+
+    def store(self, tokens: int) -> int:
+        """Admits a request of so many tokens, stores them all, and returns its row."""
+        row, outcome = self.admit(tokens)
+        assert outcome == Outcome.OK
+        for first in range(0, tokens, max_chunk(self.memory)):
+            chunk = min(tokens - first, max_chunk(self.memory))
+            assert self.append([chunk if r == row else 0 for r in range(self.memory.rows)]) == Outcome.OK
+        return row
 
     def release(self, rows: list[bool]) -> None:
         before = self.state

@@ -1,0 +1,156 @@
+"""Paged memory in scenarios with known values. Every operation is also compared with the oracle."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from paxkv.outcomes import MemoryFaultError, Outcome, raise_on_fault
+from paxkv.paged import Paged
+from tests.paxkv.oracles.lockstep import MEMORIES, Lockstep, ask, ints
+
+TEN_BLOCKS = MEMORIES["paged_16"]  # of 16 tokens, for four rows of at most 176 tokens
+
+
+def table(pair: Lockstep, row: int) -> list[int]:
+    return [block for block in np.asarray(pair.state.tables[row]).tolist() if block < pair.memory.num_blocks]
+
+
+def free_list(pair: Lockstep) -> list[int]:
+    return np.asarray(pair.state.pool.free_ids)[: int(pair.state.pool.num_free)][::-1].tolist()
+
+
+def only(pair: Lockstep, row: int) -> list[bool]:
+    return [r == row for r in range(pair.memory.rows)]
+
+
+def test_freed_blocks_are_reused_tail_first_and_last_sequence_first():
+    pair = Lockstep(TEN_BLOCKS)
+    first, second = pair.store(48), pair.store(20)
+    assert (table(pair, first), table(pair, second)) == ([0, 1, 2], [3, 4])
+    pair.release(only(pair, first))
+    pair.release(only(pair, second))
+    assert free_list(pair) == [4, 3, 2, 1, 0, 5, 6, 7, 8, 9]
+    assert table(pair, pair.store(64)) == [4, 3, 2, 1]
+
+
+def test_the_last_block_can_be_used_and_not_one_token_more():
+    pair = Lockstep(TEN_BLOCKS)
+    row = pair.store(160)
+    assert int(TEN_BLOCKS.available(pair.state)) == 0
+    assert pair.admit(1) == (4, Outcome.LATER)
+    assert pair.append([1 if r == row else 0 for r in range(4)]) == Outcome.OUT_OF_BLOCKS
+    assert pair.oracle.length(row) == 160
+    with pytest.raises(MemoryFaultError, match=f"OUT_OF_BLOCKS, first at row {row}"):
+        raise_on_fault(pair.state.seqs.faults)
+
+
+def test_what_can_never_fit_is_refused_rather_than_left_waiting():
+    pair = Lockstep(TEN_BLOCKS)
+    assert pair.admit(161) == (4, Outcome.NEVER)  # fits a sequence, but not the pool
+    assert pair.admit(8, 8, 161) == (4, Outcome.NEVER)  # would fit now, but not at its end
+    assert pair.admit(8, 8, 177) == (4, Outcome.NEVER)  # longer than a sequence may be
+    assert len(free_list(pair)) == 10
+    assert pair.admit(160) == (0, Outcome.OK)
+
+
+def test_a_block_starts_with_the_token_that_finds_the_last_one_full():
+    pair = Lockstep(TEN_BLOCKS)
+    row = pair.store(16)
+    assert table(pair, row) == [0]
+    pair.append([1, 0, 0, 0])
+    assert table(pair, row) == [0, 1]
+    slots = TEN_BLOCKS.slots(pair.state, ints([row, row]), ints([15, 16]))
+    assert np.asarray(slots).tolist() == [15, 16]  # the last slot of block 0, the first of block 1
+    pair.append([15, 0, 0, 0])
+    assert table(pair, row) == [0, 1]
+
+
+def test_two_sequences_at_a_boundary_with_nothing_free_both_stay_as_they_are():
+    pair = Lockstep(TEN_BLOCKS)
+    pair.store(64), pair.store(96)
+    assert free_list(pair) == []
+    before = np.asarray(pair.state.tables).tolist()
+    assert pair.append([1, 1, 0, 0]) == Outcome.OUT_OF_BLOCKS
+    assert np.asarray(pair.state.seqs.lengths).tolist() == [64, 96, 0, 0]
+    assert np.asarray(pair.state.tables).tolist() == before
+    assert int(pair.state.seqs.faults.word) == 1 << Outcome.OUT_OF_BLOCKS
+
+
+def test_admission_counts_what_was_promised_to_rows_still_in_prefill():
+    pair = Lockstep(TEN_BLOCKS)
+    assert pair.admit(112) == (0, Outcome.OK)  # seven of ten blocks, none of them taken yet
+    assert pair.admit(49) == (4, Outcome.LATER)
+    assert pair.admit(48) == (1, Outcome.OK)
+    pair.append([20, 0, 0, 0])
+    assert pair.admit(1) == (4, Outcome.LATER)
+
+
+def test_releasing_a_free_row_is_a_fault_that_harms_nobody():
+    pair = Lockstep(TEN_BLOCKS)
+    row = pair.store(20)
+    other = pair.store(3)
+    pair.release(only(pair, row))
+    pair.release(only(pair, row))
+    assert table(pair, other) == [2]
+    with pytest.raises(MemoryFaultError, match=f"DOUBLE_FREE, first at row {row}"):
+        raise_on_fault(pair.state.seqs.faults)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "culprit"),
+    [
+        pytest.param([0, 0, 1, 0], 2, id="a free row"),
+        pytest.param([1, -1, 0, 0], 1, id="a negative count"),
+        pytest.param([0, 77, 0, 0], 1, id="past the longest sequence"),
+        pytest.param([118, 0, 0, 0], 0, id="more than the static bound"),
+        pytest.param([2**31 - 1, 0, 0, 0], 0, id="a count that would wrap round"),
+    ],
+)
+def test_a_malformed_append_is_a_fault_and_serves_nobody(tokens, culprit):
+    pair = Lockstep(TEN_BLOCKS)
+    pair.store(2), pair.store(100)
+    assert pair.append(tokens) == Outcome.OUT_OF_RANGE
+    assert np.asarray(pair.state.seqs.lengths).tolist() == [2, 100, 0, 0]
+    assert int(pair.state.seqs.faults.row) == culprit
+
+
+def test_a_watermark_is_kept_back_only_while_something_runs():
+    memory = Paged(rows=3, max_len=1600, block_size=16, num_blocks=100, watermark_blocks=10)
+    admit, append = jax.jit(memory.admit), jax.jit(memory.append, static_argnums=2)
+
+    def admitted(state, tokens):
+        state, _, outcome = admit(state, ask(tokens))
+        return state, Outcome(int(outcome))
+
+    assert admitted(memory.init(), 100 * 16)[1] is Outcome.OK
+    state, outcome = admitted(memory.init(), 85 * 16)
+    assert outcome is Outcome.OK
+    state, _ = append(state, ints([85 * 16, 0, 0]), 1600)
+    assert int(state.pool.num_free) == 15
+    assert admitted(state, 6 * 16)[1] is Outcome.LATER
+    state, outcome = admitted(state, 5 * 16)
+    assert outcome is Outcome.OK
+    state, _ = append(state, ints([0, 80, 0]), 1600)
+    assert admitted(state, 1)[1] is Outcome.LATER
+    assert int(append(state, ints([0, 1, 0]), 1600)[1]) == Outcome.OK  # who runs may grow
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rows": 0}, "rows must be at least 1, got 0"),
+        ({"block_size": 0}, "block_size must be at least 1"),
+        ({"watermark_blocks": -1}, "watermark_blocks must be at least 0"),
+        ({"num_blocks": 2**30}, "slots must be below 2"),
+    ],
+)
+def test_impossible_sizes_are_refused_by_name(change, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(TEN_BLOCKS, **change)
+
+
+def test_a_bound_on_growth_that_is_no_positive_int_is_refused():
+    with pytest.raises(ValueError, match="max_new_tokens must be at least 1, got 0"):
+        TEN_BLOCKS.append(TEN_BLOCKS.init(), ints([0, 0, 0, 0]), 0)

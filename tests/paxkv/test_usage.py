@@ -1,0 +1,62 @@
+"""Where the slots are, in cases worked out by hand."""
+
+import dataclasses
+
+import pytest
+
+from paxkv.contiguous import VAttention
+from paxkv.memory import usage
+from paxkv.paged import Paged
+from paxkv.reserved import Reserved
+from tests.paxkv.oracles.lockstep import ints
+
+
+def used(memory, stored: list[int], final: list[int], **changes) -> tuple[int, int, int, int, int]:
+    """Tokens, reserved, internal, external and allocated slots of a state that is given rather than reached."""
+    state = memory.init()
+    idle = [0] * (memory.rows - len(stored))
+    lengths = ints(stored + idle)
+    seqs = dataclasses.replace(state.seqs, active=lengths > 0, lengths=lengths, promised=lengths)
+    state = dataclasses.replace(state, seqs=seqs, **{name: ints(values) for name, values in changes.items()})
+    found = usage(memory, state, ints(final + idle))
+    return tuple(int(n) for n in (found.tokens, found.reserved, found.internal, found.external, found.allocated))
+
+
+@pytest.mark.parametrize(("max_len", "stored", "final", "never_used"), [(2048, 8, 10, 2038), (512, 4, 5, 507)])
+def test_reserving_for_the_longest_sequence_wastes_what_pagedattention_figure_3_says(
+    max_len, stored, final, never_used
+):
+    memory = Reserved(rows=2, max_len=max_len, num_slots=2 * max_len, policy="max")
+    tokens, reserved, internal, external, allocated = used(
+        memory, [stored], [final], sizes=[max_len, 0], orders=[max_len.bit_length() - 1, 0]
+    )
+    assert (tokens, reserved, internal) == (stored, final - stored, never_used)
+    assert (external, allocated) == (max_len, max_len)
+
+
+def test_slots_of_a_block_that_its_owner_will_fill_are_reserved_and_the_rest_is_lost_inside():
+    memory = Paged(rows=3, max_len=64, block_size=16, num_blocks=8)
+    # Row 0: one block, ends with 16. Row 1: three blocks of which its 40 tokens leave 8 empty. Five blocks are free.
+    assert used(memory, [10, 33], [16, 40]) == (43, 6 + 7, 8, 4 * 16, 4 * 16)
+
+
+def test_rounding_to_a_power_of_two_is_external():
+    memory = Reserved(rows=2, max_len=64, num_slots=100, policy="oracle")
+    # 20 slots asked for, 32 taken; 5 asked for, 8 taken.
+    assert used(memory, [12, 5], [20, 5], starts=[0, 32], sizes=[20, 5], orders=[5, 3]) == (17, 8, 0, 100 - 25, 40)
+
+
+def test_mapped_groups_of_a_live_row_are_its_own_and_those_of_an_idle_row_nobodys():
+    memory = VAttention(rows=2, max_len=30, num_groups=10, page_bytes=8, token_bytes=2, buffers=2)
+    assert used(memory, [9], [11], mapped=[3, 4]) == (9, 2, 1, 40 - 12, 12)
+
+
+def test_the_last_page_of_a_row_holds_no_slot_past_the_longest_sequence():
+    memory = VAttention(rows=2, max_len=30, num_groups=20, page_bytes=32, token_bytes=2, buffers=2)
+    # Two pages have 32 slots, of which the row has addresses for 30.
+    assert used(memory, [30], [30], mapped=[2, 0]) == (30, 0, 0, 320 - 30, 30)
+
+
+def test_an_end_that_was_passed_counts_as_reached():
+    memory = Paged(rows=1, max_len=64, block_size=16, num_blocks=4)
+    assert used(memory, [20], [18]) == (20, 0, 12, 32, 32)
