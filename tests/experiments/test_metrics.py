@@ -1,0 +1,145 @@
+import math
+
+import polars as pl
+import pytest
+
+from experiments.metrics import GLOSSARY, MODELLED, memory_metrics, memory_shares, request_metrics
+
+
+def requests(*rows):
+    """Requests of `(arrival_ms, token_ms)`; one without tokens was refused."""
+    return pl.DataFrame(
+        {
+            "arrival_ms": [float(arrival) for arrival, _ in rows],
+            "first_token_ms": [times[0] if times else None for _, times in rows],
+            "ended_ms": [times[-1] if times else float(arrival) for arrival, times in rows],
+            "generated": [len(times) for _, times in rows],
+            "preemptions": [1] * len(rows),
+            "token_ms": [list(times) for _, times in rows],
+        },
+        schema_overrides={"first_token_ms": pl.Float64, "token_ms": pl.List(pl.Float64)},
+    )
+
+
+def evenly(first, gap, count):
+    return [first + gap * i for i in range(count)]
+
+
+def test_a_request_worked_out_by_hand():
+    found = request_metrics(requests((0, [1000.0, 1100.0, 1200.0])))
+    assert found["ttft_ms_mean"] == 1000
+    assert found["tpot_ms_mean"] == pytest.approx(100)
+    assert found["itl_ms_mean"] == pytest.approx(100)  # not 400: the first token is no gap
+    assert found["latency_ms_mean"] == 1200
+    assert found["normalized_latency_ms"] == 400
+    assert found["makespan_s"] == 1.2
+    assert found["output_tokens_per_s"] == pytest.approx(2.5)
+    assert found["requests_per_s"] == pytest.approx(1 / 1.2)
+
+
+def test_requests_weigh_alike_in_tpot_and_gaps_alike_in_itl():
+    found = request_metrics(requests((0, evenly(500, 1000, 2)), (0, evenly(500, 100, 11))))
+    assert found["tpot_ms_mean"] == pytest.approx(550)
+    assert found["itl_ms_mean"] == pytest.approx(2000 / 11)
+    assert found["itl_ms_p50"] == pytest.approx(100)
+    assert found["itl_ms_p99"] == pytest.approx(100 + 900 * 0.9)  # linear between the 10th and the last of 11
+
+
+def test_times_count_from_the_arrival_and_the_makespan_from_the_first():
+    found = request_metrics(requests((200, [300.0, 400.0]), (250, [500.0, 800.0])))
+    assert found["ttft_ms_mean"] == 175
+    assert found["latency_ms_mean"] == 375
+    assert found["normalized_latency_ms"] == (100 + 275) / 2
+    assert found["output_tokens_per_s"] == pytest.approx(4 / 0.6)
+
+
+def test_percentiles_interpolate_linearly():
+    found = request_metrics(requests(*((0, [float(t)]) for t in (10, 20, 30, 40, 50))))
+    assert (found["ttft_ms_p50"], found["ttft_ms_p90"], found["ttft_ms_p99"]) == (30, 46, pytest.approx(49.6))
+
+
+def test_a_single_token_has_no_time_between_tokens():
+    found = request_metrics(requests((0, [70.0]), (0, [90.0])))
+    assert found["ttft_ms_mean"] == 80
+    assert not any(name.startswith(("tpot", "itl")) for name in found)
+    mixed = request_metrics(requests((0, [70.0]), (0, [90.0, 100.0])))
+    assert mixed["tpot_ms_mean"] == mixed["itl_ms_mean"] == 10
+
+
+def test_requests_without_output_are_counted_and_change_no_latency():
+    served = [(0, [50.0, 60.0]), (5, [70.0])]
+    alone = request_metrics(requests(*served))
+    among = request_metrics(requests((0, []), *served, (9, [])))
+    assert among["requests"] == 4
+    assert among["served"] == 2
+    assert among["refused_or_empty"] == 2
+    assert among["preemptions"] == 4
+    counts = ("requests", "refused_or_empty", "preemptions")
+    assert {k: v for k, v in among.items() if k not in counts} == {k: v for k, v in alone.items() if k not in counts}
+
+
+def test_nothing_but_refusals_gives_counts_and_no_nan():
+    found = request_metrics(requests((0, []), (1, [])))
+    assert found == {"requests": 2, "served": 0, "refused_or_empty": 2, "preemptions": 2}
+
+
+def steps(*rows, **changes):
+    """Steps of `(duration_ms, new_tokens, running, waiting, tokens, reserved, internal, allocated)`; capacity 100."""
+    names = ("duration_ms", "new_tokens", "running", "waiting", "tokens", "reserved", "internal", "allocated")
+    frame = pl.DataFrame(list(rows), schema=names, orient="row")
+    external = 100 - pl.col("tokens") - pl.col("reserved") - pl.col("internal")
+    others = {"recompute_tokens": 3, "map_calls": 4, "mapping_ms": 0.5, "sync_mapping_ms": 0.25} | changes
+    return frame.with_columns(pl.col("duration_ms").cast(pl.Float64), external=external, **others)
+
+
+def test_memory_is_averaged_over_the_time_in_which_requests_queued():
+    found = memory_metrics(
+        steps(
+            (10.0, 5, 2, 1, 50, 20, 10, 90),
+            (30.0, 5, 4, 2, 70, 10, 0, 80),
+            (60.0, 5, 9, 0, 1, 1, 1, 3),  # nobody waits
+            (900.0, 0, 0, 0, 0, 0, 0, 0),  # idle
+        )
+    )
+    assert found["peak_running"] == 9
+    assert found["mean_running"] == pytest.approx((10 * 2 + 30 * 4) / 40)
+    assert found["pool_utilization"] == pytest.approx((10 * 50 + 30 * 70) / 40 / 100)
+    assert found["allocated_utilization"] == pytest.approx((10 * 50 + 30 * 70) / (10 * 90 + 30 * 80))
+    assert found["reservation_waste"] == pytest.approx((10 * 20 + 30 * 10) / 40 / 100)
+    assert found["internal_waste"] == pytest.approx(10 * 10 / 40 / 100)
+    assert found["external_waste"] == pytest.approx((10 * 20 + 30 * 20) / 40 / 100)
+    assert found["queueing_share"] == pytest.approx(0.4)
+    assert (found["map_calls"], found["mapping_ms"], found["sync_mapping_ms"]) == (16, 2.0, 1.0)
+    assert (found["recompute_tokens"], found["steps"]) == (12, 3)
+
+
+def test_without_a_queue_all_busy_steps_count():
+    found = memory_metrics(
+        steps((10.0, 5, 2, 0, 50, 0, 0, 50), (10.0, 1, 1, 0, 10, 0, 0, 20), (5.0, 0, 0, 0, 0, 0, 0, 0))
+    )
+    assert found["pool_utilization"] == pytest.approx(0.3)
+    assert found["mean_running"] == 1.5
+    assert found["queueing_share"] == 0
+
+
+def test_the_shares_of_memory_add_up_to_one():
+    shares = memory_shares(
+        steps((7.0, 5, 2, 1, 33, 20, 14, 90), (3.0, 5, 4, 2, 71, 13, 9, 93), (1.0, 1, 1, 3, 1, 0, 2, 3))
+    )
+    assert set(shares) == {"tokens", "reservation", "internal", "external"}
+    assert sum(shares.values()) == pytest.approx(1, abs=1e-12)
+
+
+def test_a_memory_that_never_held_anything_lay_idle_as_a_whole():
+    found = memory_metrics(steps((0.0, 0, 0, 1, 0, 0, 0, 0), (0.0, 0, 0, 0, 0, 0, 0, 0)))
+    assert found["peak_running"] == found["mean_running"] == found["pool_utilization"] == found["steps"] == 0
+    assert found["external_waste"] == 1
+    assert "allocated_utilization" not in found
+    assert all(math.isfinite(value) for value in found.values())
+
+
+def test_the_glossary_and_the_modelled_metrics_speak_of_metrics_that_exist():
+    found = request_metrics(requests((0, [1.0, 2.0]))) | memory_metrics(steps((1.0, 5, 2, 1, 50, 20, 10, 90)))
+    assert found.keys() >= MODELLED
+    of_the_comparison = {"tokens_equal", "near_tie_differences", "capacity_tokens"}
+    assert all(any(metric.startswith(word) for metric in found) for word in GLOSSARY.keys() - of_the_comparison)

@@ -1,0 +1,183 @@
+"""The whole experiment on a tiny untrained model: it serves, compares, can be repeated and taken up again."""
+
+import contextlib
+import dataclasses
+import math
+
+import polars as pl
+import pytest
+from flax import nnx
+
+from experiments import paged_vs_contiguous as experiment
+from experiments.progress import Progress
+from experiments.run_directory import RunDirectory
+from experiments.workloads import WorkloadConfig
+from models.checkpoint import save_checkpoint
+from models.config import DecoderConfig
+from models.decoder import Decoder
+from paxkv.config import MemoryConfig
+from paxkv.cost_model import StepCost
+
+MODEL = DecoderConfig(vocab=256, width=16, layers=1, q_heads=2, kv_heads=1, head_dim=8, ffn=16, max_len=64)
+MEMORIES = {
+    "paged": MemoryConfig(kind="paged", block_size=4),
+    "vattention": MemoryConfig(kind="vattention", page="256 B"),  # 8 tokens
+    "reserved_max": MemoryConfig(kind="reserved_max"),
+    "reserved_pow2": MemoryConfig(kind="reserved_pow2", min_block=2),
+    "reserved_oracle": MemoryConfig(kind="reserved_oracle"),
+}
+CAPACITIES = {"paged": 120, "vattention": 120, "reserved_max": 122, "reserved_pow2": 122, "reserved_oracle": 122}
+CONFIG = experiment.Config(
+    seed=3,
+    workload=WorkloadConfig(
+        lengths="exponential",
+        prompt_mean=12.0,
+        output_mean=14.0,
+        max_prompt=40,
+        max_total=60,
+        num_requests=14,
+        rate=2000.0,
+        too_long="truncate",
+    ),
+    kv_memory="7840 B",  # 122.5 tokens
+    rows=8,
+    max_model_len=48,
+    token_budget=16,
+    steps_per_dispatch=16,
+    cost=StepCost(step_ns=1_000_000),
+    memories=MEMORIES,
+)
+
+
+class Watched(Progress):
+    """Notes which parts are computed, and dies before a part that it is told."""
+
+    def __init__(self, die_before=None):
+        super().__init__()
+        self.computed = []
+        self.die_before = die_before
+
+    @contextlib.contextmanager
+    def task(self, name, total=None):
+        if name == self.die_before:
+            raise KeyboardInterrupt
+        self.computed.append(name)
+        ended = []
+        yield lambda amount=1, note="": ended.append(amount)
+        assert sum(ended) == total
+
+
+def begin(path):
+    run_dir = RunDirectory.open(path)
+    if not (path / "manifest.json").exists():
+        run_dir.write_json("manifest.json", {"inputs": {}})
+    return run_dir
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    save_checkpoint(path, Decoder(MODEL, rngs=nnx.Rngs(0)), {"training.json": '{"untrained": true}'})
+    return dataclasses.replace(CONFIG, model=path)
+
+
+@pytest.fixture(scope="module")
+def finished(config, tmp_path_factory):
+    """A run that died after its first part and was taken up: its results and its folder."""
+    path = tmp_path_factory.mktemp("runs") / "first"
+    with begin(path) as run_dir, pytest.raises(KeyboardInterrupt):
+        experiment.run(config, run_dir, Watched(die_before="vattention"))
+    before = {p: p.stat().st_mtime_ns for p in (path / "parts" / "paged").iterdir()}
+    assert len(before) == 4
+    assert not (path / "steps.parquet").exists()
+    with begin(path) as run_dir:
+        progress = Watched()
+        results = experiment.run(config, run_dir, progress)
+    assert progress.computed == ["vattention", "reserved_max", "reserved_pow2", "reserved_oracle"]
+    assert before == {p: p.stat().st_mtime_ns for p in (path / "parts" / "paged").iterdir()}
+    return results, path
+
+
+def test_the_parts_are_the_memories(config):
+    assert experiment.parts(config) == list(MEMORIES)
+
+
+def test_every_memory_gives_the_same_tokens_and_accounts_for_its_memory(finished):
+    results, _ = finished
+    assert list(results) == list(MEMORIES)
+    assert experiment.failed_checks(results) == []
+    for name, values in results.items():
+        assert values["tokens_equal"] is True
+        assert values["unexplained_differences"] == 0
+        assert values["capacity_tokens"] == CAPACITIES[name]
+        assert values["requests"] == values["served"] == 14
+        shares = ("pool_utilization", "reservation_waste", "internal_waste", "external_waste")
+        assert sum(values[share] for share in shares) == pytest.approx(1, abs=1e-12)
+        assert 0 < values["pool_utilization"] <= values["allocated_utilization"] <= 1
+        assert all(math.isfinite(v) for v in values.values())
+        assert all(any(metric.startswith(word) for metric in values) for word in experiment.GLOSSARY)
+    assert results["paged"]["peak_running"] > results["reserved_max"]["peak_running"] == 1  # 48 are rounded up to 64
+    assert results["paged"]["preemptions"] > 0
+    assert results["vattention"]["map_calls"] > 0 == results["paged"]["map_calls"]
+    assert results["reserved_max"]["reservation_waste"] > results["paged"]["reservation_waste"]
+
+
+def test_the_tables_have_the_documented_columns_and_agree_with_the_results(finished):
+    results, path = finished
+    steps, requests, pool = (pl.read_parquet(path / f"{table}.parquet") for table in ("steps", "requests", "pool"))
+    assert set(steps.columns) >= {
+        *("memory", "step", "clock_ms", "duration_ms", "running", "waiting", "new_tokens", "preempted"),
+        *("tokens", "reserved", "internal", "external", "allocated", "map_calls", "mapping_ms", "sync_mapping_ms"),
+        *("recompute_tokens", "wall_ms"),
+    }
+    assert requests.columns == [
+        *("memory", "request", "arrival_ms", "prompt_len", "output_len", "generated", "reason", "admitted_ms"),
+        *("first_token_ms", "ended_ms", "preemptions", "tokens", "token_ms", "margins"),
+    ]
+    assert pool.columns == ["memory", "step", "owners"]
+    for frame in (steps, requests):
+        for column in frame.select(pl.selectors.float()):
+            assert not column.is_nan().any(), column.name
+            assert not column.is_null().any(), column.name
+    for name, values in results.items():
+        own = steps.filter(pl.col("memory") == name)
+        capacity = own.select(pl.sum_horizontal("tokens", "reserved", "internal", "external")).to_series()
+        assert (capacity == CAPACITIES[name]).all()
+        assert (own["clock_ms"].diff().drop_nulls() - own["duration_ms"][:-1]).abs().max() < 1e-9
+        assert values["steps"] == len(own.filter(pl.col("new_tokens") > 0))
+        assert values["peak_running"] == own["running"].max()
+        rows = requests.filter(pl.col("memory") == name)
+        assert values["preemptions"] == rows["preemptions"].sum() == own["preempted"].sum()
+        assert own["sampled"].sum() == rows["generated"].sum() == rows["tokens"].list.len().sum()
+        assert (rows["token_ms"].list.last() == rows["ended_ms"]).all()
+        assert (rows["token_ms"].list.first() == rows["first_token_ms"]).all()
+        assert (rows["admitted_ms"] - rows["arrival_ms"]).min() > -0.005  # arrivals are rounded to a tick
+        owners = pool.filter(pl.col("memory") == name)["owners"]
+        assert owners[-1].to_list().count(-1) == len(owners[-1]), "all memory is free at the end"
+        assert {owner for picture in owners for owner in picture} <= set(range(-1, 14))
+
+
+def test_running_a_config_again_gives_equal_tables_but_for_measured_times(config, finished, tmp_path):
+    results, path = finished
+    with begin(tmp_path / "again") as run_dir:
+        assert experiment.run(config, run_dir, Progress()) == results
+    for table in ("steps", "requests", "pool"):
+        first, again = (pl.read_parquet(p / f"{table}.parquet") for p in (path, tmp_path / "again"))
+        assert first.columns == again.columns
+        assert first.select(pl.exclude("^wall_.*$")).equals(again.select(pl.exclude("^wall_.*$")))
+
+
+def test_figures_are_drawn_from_the_files_of_the_run(finished):
+    _, path = finished
+    figures = experiment.figures(path)
+    assert len(figures) == 3 + len(MEMORIES)
+
+
+def test_a_context_the_model_was_not_trained_for_is_refused(config, tmp_path):
+    with begin(tmp_path / "long") as run_dir, pytest.raises(ValueError, match="max_model_len: expected at most 64"):
+        experiment.run(dataclasses.replace(config, max_model_len=65), run_dir, Progress())
+
+
+def test_no_memories_are_refused(config, tmp_path):
+    with begin(tmp_path / "none") as run_dir, pytest.raises(ValueError, match="memories: expected at least one"):
+        experiment.run(dataclasses.replace(config, memories={}), run_dir, Progress())
