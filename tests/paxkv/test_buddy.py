@@ -22,13 +22,24 @@ def test_ceil_log2_is_exact_up_to_the_largest_int32():
 @pytest.mark.parametrize(("num_leaves", "order"), [(1, 0), (2, 1), (3, 1), (4, 2), (15_728, 13), (16_384, 14)])
 def test_the_largest_block_is_the_largest_power_of_two_in_the_arena(num_leaves, order):
     assert largest_order(num_leaves) == order
-    start, found = BEST_FIT(*[jnp.zeros(1, jnp.int32)] * 2, jnp.zeros(1, jnp.bool), jnp.int32(order), num_leaves)
-    assert (int(start), bool(found)) == (0, True)
-    start, found = BEST_FIT(*[jnp.zeros(1, jnp.int32)] * 2, jnp.zeros(1, jnp.bool), jnp.int32(order + 1), num_leaves)
-    assert (int(start), bool(found)) == (num_leaves, False)
 
 
-@pytest.mark.parametrize("num_leaves", [1, 2, 7, 16, 29, 96])
+def test_an_arena_of_any_size_can_be_filled_to_the_last_leaf():
+    orders = [4, 13, 6, 10, 11, 5, 12, 8]  # the binary digits of 15,728, in no order
+    starts = []
+    for i, order in enumerate([*orders, 0]):
+        taken = jnp.arange(len(orders)) < i
+        at = jnp.asarray(np.array(starts + [0] * (len(orders) - i), np.int32))
+        start, found = BEST_FIT(at, jnp.asarray(orders, jnp.int32), taken, jnp.int32(order), 15_728)
+        assert bool(found) == (i < len(orders))
+        starts.append(int(start))
+    assert starts.pop() == 15_728
+    ends = [start + 2**order for start, order in zip(starts, orders, strict=True)]
+    assert sorted(starts) == [0, *sorted(ends)[:-1]]
+    assert max(ends) == 15_728
+
+
+@pytest.mark.parametrize("num_leaves", [1, 2, 16, 29, 96])
 def test_random_allocations_agree_with_the_textbook(num_leaves):
     rng = random.Random(num_leaves)
     rows = 12

@@ -67,7 +67,7 @@ def test_memory_agrees_with_its_oracle(name):
     stateful.run_state_machine_as_test(
         machine(MEMORIES[name]),
         settings=settings(
-            max_examples=12,
+            max_examples=10,
             stateful_step_count=30,
             deadline=None,
             database=None,

@@ -408,8 +408,8 @@ def reports_slots_as_reserved_that_will_never_be_filled(patch):
     patch.setattr(lockstep, "usage", usage)
 
 
-def is_noticed(memory, compiled) -> bool:
-    for seed in range(10):
+def is_noticed(memory, compiled, seeds: int) -> bool:
+    for seed in range(seeds):
         try:
             drive(Lockstep(memory, compiled), seed, steps=100)
         except AssertionError:
@@ -422,9 +422,9 @@ def test_mutant_is_noticed(name, operation, apply, monkeypatch):
     memory = MEMORIES[name]
     right = operations(memory)
     apply(monkeypatch)
-    assert is_noticed(memory, {**right, **compile_operations(memory, [operation])})
+    assert is_noticed(memory, {**right, **compile_operations(memory, [operation])}, seeds=10)
 
 
 @pytest.mark.parametrize("name", ["paged_3_watermark", "vattention_far_ahead", "reserved_pow2"])
 def test_the_right_memory_is_not(name):
-    assert not is_noticed(MEMORIES[name], operations(MEMORIES[name]))
+    assert not is_noticed(MEMORIES[name], operations(MEMORIES[name]), seeds=3)

@@ -35,15 +35,6 @@ def test_seven_requests_of_2048_fit_the_kv_memory_of_opt_13b():
     assert int(used.external) == OPT_13B_SLOTS - 14_336
 
 
-def test_an_arena_of_any_size_can_be_filled_to_the_last_slot():
-    memory = Reserved(rows=9, max_len=8192, num_slots=OPT_13B_SLOTS, policy="oracle")
-    sizes = [16, 8192, 64, 1024, 2048, 32, 4096, 256]  # the binary digits of 15,728, in no order
-    state, outcomes = admit_until_full(memory, [ask(size) for size in sizes] + [ask(1)])
-    assert outcomes == [Outcome.OK] * 8 + [Outcome.LATER]
-    assert int(usage(memory, state, ints([*sizes, 0])).external) == 0
-    assert np.unique(np.asarray(memory.owners(state))).tolist() == list(range(8))
-
-
 @pytest.mark.parametrize(
     ("policy", "known", "prompt", "final", "slots"),
     [

@@ -120,7 +120,8 @@ def compile_operations(memory, names) -> dict:
         "background": (lambda state: memory.background(state), (state,)),
         "observe": (lambda *of: observe(memory, *of), (state, per_row, per_row)),
     }
-    return {name: jax.jit(known[name][0]).lower(*known[name][1]).compile() for name in names}
+    quickly = {"xla_backend_optimization_level": 0}  # compiling takes longer than all the tests run
+    return {name: jax.jit(known[name][0]).lower(*known[name][1]).compile(quickly) for name in names}
 
 
 @functools.cache
