@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels._ragged import climbs, poison_tokens, within_contract
+from pallas_kernels._ragged import poison_tokens, within_contract
 
 # Measured on two CPU cores, batches of 16 to 128 tokens at contexts of 500 to 2,048: positions per step of the
 # softmax, queries per tile of a prefill chunk, and tiles that take their steps together. A decode row gets a tile
@@ -78,8 +78,7 @@ def stream_attention(
     """
     tokens, seqs = q.shape[0], kv_lens.shape[0]
     right = within_contract(kv_lens, cu_q_lens, max_q_len=max_q_len, capacity=capacity)
-    live = right & (kv_lens > 0) & climbs(cu_q_lens, tokens)
-    q_lens = jnp.where(live, cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    q_lens = jnp.where(right & (kv_lens > 0), cu_q_lens[1:] - cu_q_lens[:-1], 0)
 
     out = jnp.zeros_like(q)
     singles = jnp.where(q_lens == 1, 1, 0)
@@ -147,15 +146,16 @@ def load_tile(
 def accumulate(
     state: tuple[Array, Array, Array],
     scores: Float[Array, "tiles kv_heads queries kv_tile"],
-    visible: Bool[Array, "tiles 1 queries kv_tile"],
     values: Float[Array, "tiles kv_heads kv_tile head_dim"],
 ) -> tuple[Array, Array, Array]:
-    """One step of the online softmax: (maximum, denominator, weighted sum of values) with more keys seen."""
+    """One step of the online softmax: (maximum, denominator, weighted sum of values) with more keys seen.
+
+    A score of `LOWEST` weighs exactly 0, as every query sees position 0 and so has a larger one from the first step.
+    """
     maximum, denominator, weighted = state
-    scores = jnp.where(visible, scores, LOWEST)
     new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
     rescale = jnp.exp(maximum - new_maximum)
-    weights = jnp.where(visible, jnp.exp(scores - new_maximum[..., None]), 0)
+    weights = jnp.exp(scores - new_maximum[..., None])
     denominator = denominator * rescale + jnp.sum(weights, axis=-1)
     added = jnp.einsum("chqt,chtd->chqd", weights, values, precision=jax.lax.Precision.HIGHEST)
     return new_maximum, denominator, weighted * rescale[..., None] + added
@@ -201,7 +201,8 @@ def _attend(
             keys, values = load_tile(k_now, v_now, slot_ids, needed & placed)
             scores = jnp.einsum("chqd,chtd->chqt", queries, keys, precision=jax.lax.Precision.HIGHEST)
             scores = jnp.where((needed & ~placed)[:, None, None], jnp.nan, scores)
-            return accumulate(state, scores, visible_keys(query_positions, positions), values)
+            scores = jnp.where(visible_keys(query_positions, positions), scores, LOWEST)
+            return accumulate(state, scores, values)
 
         stats = (at_once, kv_heads, q_tile * group)
         state = (

@@ -80,6 +80,7 @@ CASES: tuple[AttentionCase, ...] = (
             "decode_and_chunks": ((1, 200), (17, 17), (0, 5), (16, 130), (1, 1), (2, 129), (15, 15), (1, 264)),
             "chunk_fills_all_tokens": ((64, 264),),
             "whole_prompts": ((7, 7), (1, 1), (33, 33), (0, 0), (8, 8)),
+            "as_many_tiles_as_can_be": ((17, 20), (2, 2), (17, 17), (2, 264), (2, 9), (17, 145), (2, 128), (2, 3)),
             "decode_only": _decode(1, 264, 128, 9, 0, 129, 8, 7),
             "two_chunks_between_empty_rows": ((0, 0), (31, 159), (1, 0), (5, 0), (18, 128), (0, 264)),
             "padding_only": (),
