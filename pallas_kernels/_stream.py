@@ -80,7 +80,7 @@ def stream_attention(
     right = within_contract(kv_lens, cu_q_lens, max_q_len=max_q_len, capacity=capacity)
     q_lens = jnp.where(right & (kv_lens > 0), cu_q_lens[1:] - cu_q_lens[:-1], 0)
 
-    out = jnp.zeros_like(q)
+    out = jnp.zeros(q.shape, jnp.float32)
     singles = jnp.where(q_lens == 1, 1, 0)
     tiles = cut_queries(singles, kv_lens, cu_q_lens, q_tile=1, max_tiles=min(seqs, tokens))
     out = _attend(out, q, k, v, slots_of, tiles, scale, q_tile=1, at_once=DECODE_TILES_AT_ONCE)
@@ -91,7 +91,7 @@ def stream_attention(
         max_tiles = (tokens + runs * (q_tile - 1)) // q_tile
         tiles = cut_queries(q_lens - singles, kv_lens, cu_q_lens, q_tile=q_tile, max_tiles=max_tiles)
         out = _attend(out, q, k, v, slots_of, tiles, scale, q_tile=q_tile, at_once=PREFILL_TILES_AT_ONCE)
-    return poison_tokens(out, right, cu_q_lens)
+    return poison_tokens(out, right, cu_q_lens).astype(q.dtype)
 
 
 def cut_queries(
@@ -215,6 +215,6 @@ def _attend(
         # A query sees at least itself, so only rows that are dropped below can divide by 0.
         result = (weighted / denominator[..., None]).reshape(at_once, kv_heads, q_tile, group, head_dim)
         result = result.swapaxes(1, 2).reshape(at_once, q_tile, q_heads, head_dim)
-        return out.at[rows].set(result.astype(out.dtype), mode="drop")
+        return out.at[rows].set(result, mode="drop")
 
     return jax.lax.fori_loop(0, (num_tiles + at_once - 1) // at_once, some_tiles, out)
