@@ -153,6 +153,7 @@ def require_equal_step(requests, step, now, where):
     assert {r: int(plan.new_tokens[row]) for r, row in row_of.items() if plan.new_tokens[row]} == step.new_tokens, where
     assert {r: int(plan.starts[row_of[r]]) for r in step.starts} == step.starts, where
     assert {r for r, row in row_of.items() if plan.samples[row]} == step.samples, where
+    assert plan.samples.sum() == len(step.samples), f"a free row samples, {where}"
     for field in ("admitted", "refused", "preempted", "recompute_tokens"):
         assert int(getattr(plan, field)) == getattr(step, field), f"{field}, {where}"
     assert int(now["clock"]) == step.clock, where
