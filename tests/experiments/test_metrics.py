@@ -37,10 +37,11 @@ def test_a_request_worked_out_by_hand():
     assert found["requests_per_s"] == pytest.approx(1 / 1.2)
 
 
-def test_requests_weigh_alike_in_tpot_and_gaps_alike_in_itl():
+def test_requests_weigh_alike_in_tpot_and_normalized_latency_and_gaps_alike_in_itl():
     found = request_metrics(requests((0, evenly(500, 1000, 2)), (0, evenly(500, 100, 11))))
     assert found["tpot_ms_mean"] == pytest.approx(550)
     assert found["itl_ms_mean"] == pytest.approx(2000 / 11)
+    assert found["normalized_latency_ms"] == pytest.approx((1500 / 2 + 1500 / 11) / 2)
     assert found["itl_ms_p50"] == pytest.approx(100)
     assert found["itl_ms_p99"] == pytest.approx(100 + 900 * 0.9)  # linear between the 10th and the last of 11
 
