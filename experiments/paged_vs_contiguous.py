@@ -79,7 +79,14 @@ class Config:
 
 
 def resolve(config: Config) -> Config:
-    """Names the trace by its hash, so that the run's identity covers the data."""
+    """Names the trace by its hash, so that the run's identity covers the data; refuses what is plainly wrong.
+
+    Raises:
+      ValueError: there is no memory to compare, the budget is no size, or the trace cannot be read.
+    """
+    if not config.memories:
+        raise ValueError("memories: expected at least one, as in `memories: {paged: {kind: paged}}`, got none")
+    _budget_bytes(config)
     return dataclasses.replace(config, workload=with_sha256(config.workload))
 
 
@@ -90,8 +97,6 @@ def parts(config: Config) -> list[str]:
 
 def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, dict[str, Any]]:
     """Serves the workload with each memory in turn, then compares what they did."""
-    if not config.memories:
-        raise ValueError("memories: expected at least one, as in `memories: {paged: {kind: paged}}`, got none")
     model = load_checkpoint(config.model)
     if config.max_model_len > model.config.max_len:
         raise ValueError(
@@ -99,7 +104,7 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
             f"got {config.max_model_len}; scale the workload's lengths down instead"
         )
     shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, element_bytes=4)
-    budget_bytes = kv_budget(parse_size(config.kv_memory, "kv_memory"), config.memory_fraction)
+    budget_bytes = _budget_bytes(config)
     memories = {
         name: make_memory(memory, shape, budget_bytes, config.rows, config.max_model_len)
         for name, memory in config.memories.items()
@@ -141,6 +146,10 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
     for table in ("steps", "requests", "pool"):
         run_dir.write_parquet(f"{table}.parquet", _gather(run_dir, list(memories), table))
     return _results(config, run_dir, memories)
+
+
+def _budget_bytes(config: Config) -> int:
+    return kv_budget(parse_size(config.kv_memory, "kv_memory"), config.memory_fraction)
 
 
 def _write(part: Any, served: Served, memory: KVMemory[Any]) -> None:

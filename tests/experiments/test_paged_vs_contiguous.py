@@ -178,6 +178,8 @@ def test_a_context_the_model_was_not_trained_for_is_refused(config, tmp_path):
         experiment.run(dataclasses.replace(config, max_model_len=65), run_dir, Progress())
 
 
-def test_no_memories_are_refused(config, tmp_path):
-    with begin(tmp_path / "none") as run_dir, pytest.raises(ValueError, match="memories: expected at least one"):
-        experiment.run(dataclasses.replace(config, memories={}), run_dir, Progress())
+def test_a_comparison_of_nothing_or_within_no_budget_is_refused_before_it_leaves_a_directory(config):
+    with pytest.raises(ValueError, match="memories: expected at least one"):
+        experiment.resolve(dataclasses.replace(config, memories={}))
+    with pytest.raises(ValueError, match="kv_memory must end in one of"):
+        experiment.resolve(dataclasses.replace(config, kv_memory="8 GG"))
