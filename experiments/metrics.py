@@ -49,7 +49,7 @@ GLOSSARY = {
     "normalized_latency_ms": "mean over requests of latency per output token",
     "output_tokens_per_s": "output tokens of all requests over the time from the first arrival to the last token",
     "refused_or_empty": "requests that could never fit, or asked for nothing",
-    "tokens_equal": "every request got the same greedy tokens as under the first memory, near ties aside",
+    "tokens_equal": "requests that both served got the same greedy tokens as under the first memory, near ties aside",
     "near_tie_differences": "requests whose first differing token was between two logits equal within `near_tie`",
     "capacity_tokens": "tokens that the budget pays for in whole units of this memory",
 }

@@ -188,7 +188,9 @@ def _results(config: Config, run_dir: RunDirectory, memories: dict[str, KVMemory
     found: dict[str, dict[str, Any]] = {}
     for name, memory in memories.items():
         own = requests.filter(pl.col("memory") == name)
-        same = compare_tokens(reference, own, config.near_tie)
+        # What one of the two refused has no tokens to compare; it is counted as refused.
+        served = ~(reference["reason"].str.starts_with("refused") | own["reason"].str.starts_with("refused"))
+        same = compare_tokens(reference.filter(served), own.filter(served), config.near_tie)
         found[name] = {
             **metrics.memory_metrics(steps.filter(pl.col("memory") == name)),
             **metrics.request_metrics(own),

@@ -174,8 +174,7 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
     now = scheduled.clock + ticks
 
     outputs = _book_outputs(state.outputs, scheduled, plan, requests, tokens, margins, now)
-    # The last token of a request is never stored: nothing comes after it that would attend to it.
-    stored_at_end = final_lengths(requests, memory.max_len).at[request].get(mode="fill", fill_value=1) - 1
+    stored_at_end = final_lengths(requests, memory.max_len).at[request].get(mode="fill", fill_value=0)
     used = usage(memory, scheduled.memory, stored_at_end)
     after = commit(memory, requests, scheduled, plan, tokens, now)
     calls_after = memory.map_calls(after.memory)
@@ -213,7 +212,7 @@ def _forward(
     outputs: Outputs,
     cache: KVCache,
 ) -> tuple[KVCache, Float32[Array, "rows vocab"]]:
-    """Computes the planned tokens: as `rows` tokens when every row has at most one, else as `token_budget`."""
+    """Computes the planned tokens, if any: as `rows` tokens if every row has at most one, else as `token_budget`."""
 
     def compute(cache: KVCache, num_tokens: int, max_q_len: int) -> tuple[KVCache, jax.Array]:
         memory = engine.memory
@@ -247,11 +246,11 @@ def _forward(
         return cache, logits
 
     rows, budget = engine.memory.rows, engine.token_budget
-    only_decodes = jnp.max(plan.new_tokens) <= 1
+    most = jnp.max(plan.new_tokens)
     vocab = jax.eval_shape(lambda c: compute(c, rows, 1)[1], cache).shape[1]
     carry = (cache, jnp.zeros((rows, vocab), jnp.float32))
-    carry = _run_if(only_decodes, lambda c: compute(c[0], rows, 1), carry)
-    return _run_if(~only_decodes, lambda c: compute(c[0], budget, budget), carry)
+    carry = _run_if(most == 1, lambda c: compute(c[0], rows, 1), carry)
+    return _run_if(most > 1, lambda c: compute(c[0], budget, budget), carry)
 
 
 def _run_if(condition: Bool[Array, ""], body: Callable[[Any], Any], carry: Any) -> Any:

@@ -25,7 +25,7 @@ class Ask(NamedTuple):
 
     known_tokens: Int32[Array, ""]  # prompt, and what it had generated before it was preempted
     prompt_tokens: Int32[Array, ""]
-    final_tokens: Int32[Array, ""]  # prompt and output when it ends; NEVER if longer than a sequence may be
+    final_tokens: Int32[Array, ""]  # what it will have stored when it ends; NEVER if longer than a sequence may be
 
     @property
     def most_tokens(self) -> Int32[Array, ""]:

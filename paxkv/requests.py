@@ -126,7 +126,8 @@ def make_requests(
         )
     if not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature: expected a finite number, 0 (greedy) or more, got {temperature}")
-    ticks = np.round(np.asarray(arrival_ms, np.float64) * 1000 / TICK_US)
+    # Rounded up, or a request could be served before it arrives; what float64 adds to a whole tick does not count.
+    ticks = np.ceil(np.round(np.asarray(arrival_ms, np.float64) * (1000 / TICK_US), 6))
     if not np.all(np.diff(ticks) >= 0) or not ticks[0] >= 0 or not ticks[-1] < 2**30:
         raise ValueError(
             f"arrival_ms: expected ascending times from 0 to {2**30 * TICK_US // 1000}, got {arrival_ms[0]} to "
@@ -145,5 +146,9 @@ def make_requests(
 
 
 def final_lengths(requests: Requests, max_len: int) -> jax.Array:
-    """Prompt and output of each request when it ends by itself, i32[requests], never more than `max_len`."""
-    return jnp.minimum(requests.prompt_lens + requests.output_lens, max_len)
+    """Tokens that each request has stored when it ends by itself: i32[requests].
+
+    Prompt and output, at most `max_len` together, without the last token: nothing comes after it that would attend
+    to it, so its keys and values are never computed.
+    """
+    return jnp.minimum(requests.prompt_lens + requests.output_lens, max_len) - 1

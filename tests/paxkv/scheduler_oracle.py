@@ -150,7 +150,7 @@ class SchedulerOracle:
             if request.prompt >= self.memory.max_len:
                 self.refuse(request, "REFUSED_TOO_LONG", step)
                 continue
-            final = min(request.prompt + request.output, self.memory.max_len)
+            final = min(request.prompt + request.output, self.memory.max_len) - 1  # the last token is never stored
             row, outcome = self.memory.admit(request.known, request.prompt, final)
             if outcome == NEVER:
                 self.refuse(request, "REFUSED_NEVER_FITS", step)

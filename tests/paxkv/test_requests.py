@@ -33,8 +33,14 @@ def test_a_workload_lies_on_the_device_as_it_was_given():
         assert (jax.random.key_data(requests.keys[i]) == jax.random.key_data(expected)).all()
 
 
-def test_requests_end_with_their_output_or_at_the_longest_sequence():
-    assert final_lengths(make(), 10).tolist() == [9, 1, 10]
+def test_requests_end_with_their_output_or_at_the_longest_sequence_and_never_store_the_last_token():
+    assert final_lengths(make(), 10).tolist() == [8, 0, 9]
+
+
+def test_no_request_arrives_before_its_time():
+    times = np.array([0.0, 0.001, 0.01, 12.34, 12.3401])
+    ticks = make_requests(np.ones((5, 1), int), np.ones(5, int), np.ones(5, int), times, seed=0).arrivals
+    assert ticks.tolist() == [0, 1, 1, 1234, 1235]
 
 
 def test_nobody_has_started():

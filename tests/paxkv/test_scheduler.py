@@ -199,12 +199,18 @@ def test_the_youngest_is_preempted_and_recomputed_worked_out_by_hand():
 
 
 def test_a_request_that_can_never_fit_is_refused_and_the_queue_goes_on():
-    # 14 + 3 tokens need five of four blocks: waiting would not help, and would keep everybody behind from running.
-    progress, steps = run("paged_4_small", by_hand((2, 1, 0), (14, 3, 0), (3, 3, 0)))
+    # 14 + 4 tokens, all but the last stored, need five of four blocks: waiting would keep everybody behind it.
+    progress, steps = run("paged_4_small", by_hand((2, 1, 0), (14, 4, 0), (3, 3, 0)))
     assert [Reason(int(r)).name for r in progress.reason[:3]] == ["LENGTH", "REFUSED_NEVER_FITS", "LENGTH"]
     assert progress.admitted_at.tolist()[:3] == [0, -1, 0]
     assert progress.ended_at[1] == 0
     assert computed(steps)[0] == {0: 2, 2: 2}
+
+
+def test_a_request_that_fits_to_the_last_slot_is_served():
+    # 14 + 3 tokens store 16, which is all there is.
+    progress, _ = run("paged_4_small", by_hand((14, 3, 0), (2, 1, 0), (3, 3, 0)))
+    assert [Reason(int(r)).name for r in progress.reason[:3]] == ["LENGTH"] * 3
 
 
 def test_a_small_request_does_not_overtake_a_large_one():
