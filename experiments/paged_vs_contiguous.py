@@ -86,6 +86,8 @@ def resolve(config: Config) -> Config:
     """
     if not config.memories:
         raise ValueError("memories: expected at least one, as in `memories: {paged: {kind: paged}}`, got none")
+    if not 0 <= config.near_tie < float("inf"):
+        raise ValueError(f"near_tie: expected a finite difference of logits, 0 or more, got {config.near_tie}")
     _budget_bytes(config)
     return dataclasses.replace(config, workload=with_sha256(config.workload))
 
@@ -285,7 +287,7 @@ def _over_time(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
         for name, steps in by_name.items()
     }
     plots.over_time(bottom, shares, "modelled time in s")
-    bottom.get_legend().remove()
+    plots.remove_legend(bottom)
     bottom.set_ylabel("share of the pool\nthat holds tokens")
     return plots.Figure(
         "Over time", "Whoever fits more requests into the same memory is done earlier. Time is modelled.", figure
@@ -312,7 +314,7 @@ def _latency(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
     plots.cdf(left, ttft_s, "time to first token in s (modelled)", log=True)
     plots.cdf(right, per_token_ms, "latency per output token in ms (modelled)", log=True)
     for axes in (left, right):
-        axes.get_legend().remove()
+        plots.remove_legend(axes)
     handles, labels = left.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper left", ncols=3)
     return plots.Figure("Latency", "Share of the requests that waited no longer than this.", figure)

@@ -216,6 +216,13 @@ def legend(axes: Axes) -> None:
         )
 
 
+def remove_legend(axes: Axes) -> None:
+    """Takes the legend away where another one explains the lines; there is none where nothing was drawn."""
+    drawn = axes.get_legend()
+    if drawn is not None:
+        drawn.remove()
+
+
 def to_svg(figure: matplotlib.figure.Figure, prefix: str) -> str:
     """A figure as an SVG element for a page: no date, no links, ids that no other figure of the page has."""
     buffer = io.StringIO()

@@ -12,7 +12,7 @@ import polars as pl
 
 from experiments.workloads.workload import Workload
 from paxkv.engine import Engine, EngineState, StepRecord, all_ended, init_engine, run_steps
-from paxkv.kv_cache import init_kv_cache
+from paxkv.kv_cache import KVCache, init_kv_cache
 from paxkv.model_shapes import KVShape
 from paxkv.outcomes import raise_on_fault
 from paxkv.requests import TICK_US, Reason, Requests, Status
@@ -50,12 +50,12 @@ def serve(
       on_dispatch: called with the number of requests that have ended.
 
     Raises:
-      RuntimeError: a dispatch changed nothing although requests are left, which would go on for ever, or the modelled
-        clock ran out.
+      ValueError: the arrays of keys and values do not fit into the device, or the modelled clock ran out.
+      RuntimeError: a dispatch changed nothing although requests are left, which would go on for ever.
       MemoryFaultError: the memory recorded a fault.
     """
     memory = engine.memory
-    cache = init_kv_cache(shape.layers, memory.num_slots, shape.kv_heads, shape.head_dim, jnp.dtype(jnp.float32))
+    cache = _allocate(shape, memory.num_slots)
     state = init_engine(engine, requests, cache)
     begin = time.perf_counter()
     advance = run_steps.lower(engine, params, requests, state, steps_per_dispatch).compile()
@@ -72,7 +72,11 @@ def serve(
         wall_ms = 1000 * (time.perf_counter() - begin) / steps_per_dispatch
         raise_on_fault(memory.seqs(state.scheduler.memory).faults)
         if int(state.scheduler.clock) < clock:
-            raise RuntimeError(f"the modelled clock passed {2**31 * TICK_MS / 1000:.0f} s, the most that it can count")
+            limit_s = 2**31 * TICK_MS / 1000
+            raise ValueError(
+                f"the modelled clock passed {limit_s:.0f} s, the most that it can count; serve fewer requests, or "
+                "lower the workload's time_scale or the cost of a step"
+            )
         clock = int(state.scheduler.clock)
         table = _step_table(record, step, engine.cost.map_call_ns).with_columns(wall_ms=pl.lit(wall_ms))
         if table.is_empty() and not all_ended(state):
@@ -87,6 +91,20 @@ def serve(
         pool=pl.DataFrame(pictures, schema={"step": pl.Int32, "owners": pl.List(pl.Int32)}),
         wall_compile_s=wall_compile_s,
     )
+
+
+def _allocate(shape: KVShape, slots: int) -> KVCache:
+    """The arrays of keys and values, or a sentence that says why there are none."""
+    try:
+        cache = init_kv_cache(shape.layers, slots, shape.kv_heads, shape.head_dim, jnp.dtype(jnp.float32))
+        return jax.block_until_ready(cache)
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise ValueError(
+            f"the device has no room for keys and values of {slots} slots, {slots * shape.token_bytes} bytes; lower "
+            "the budget, and for vAttention, whose virtual ranges are real arrays here, rows or max_model_len"
+        ) from error
 
 
 def _owning_requests(memory: Any, state: EngineState) -> jax.Array:

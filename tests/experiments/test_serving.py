@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from experiments.serving import serve
+from experiments.serving import _allocate, serve
 from experiments.workloads import Provenance, Workload
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine
@@ -83,5 +83,10 @@ def test_a_fault_of_the_memory_stops_the_run():
 
 
 def test_a_run_that_outlasts_the_modelled_clock_stops():
-    with pytest.raises(RuntimeError, match="the modelled clock passed 21475 s"):
+    with pytest.raises(ValueError, match="the modelled clock passed 21475 s"):
         run([9, 9, 9, 9])
+
+
+def test_keys_and_values_that_no_device_can_hold_are_refused_in_words():
+    with pytest.raises(ValueError, match="no room for keys and values of 2147483647 slots"):
+        _allocate(KVShape(layers=8, kv_heads=8, head_dim=128, element_bytes=4), 2**31 - 1)
