@@ -29,6 +29,7 @@ from paxkv.model_shapes import KVShape
 from paxkv.paged import Paged
 from paxkv.requests import make_requests
 from paxkv.reserved import Reserved
+from paxkv.sizes import require_int
 
 DESCRIPTION = "Paged, vAttention-style and reserved memory on the same requests and budget, with a trained model."
 MODELLED = metrics.MODELLED
@@ -88,6 +89,7 @@ def resolve(config: Config) -> Config:
         raise ValueError("memories: expected at least one, as in `memories: {paged: {kind: paged}}`, got none")
     if not 0 <= config.near_tie < float("inf"):
         raise ValueError(f"near_tie: expected a finite difference of logits, 0 or more, got {config.near_tie}")
+    require_int("steps_per_dispatch", config.steps_per_dispatch)
     _budget_bytes(config)
     return dataclasses.replace(config, workload=with_sha256(config.workload))
 

@@ -39,8 +39,8 @@ def load(path: pathlib.Path, overrides: Mapping[str, str], experiments: Mapping[
         raise UserError(f"{path} must name its experiment, as in `experiment: {next(iter(experiments))}`")
     experiment = registry.load(name, experiments)
     config = configs.decode(experiment.config_class, raw)
-    if config.seed < 0:
-        raise UserError(f"seed must be 0 or more, got {config.seed}")
+    if not 0 <= config.seed < 2**32:
+        raise UserError(f"seed must be from 0 to {2**32 - 1}, got {config.seed}")
     return Loaded(experiment, config, configs.header(text))
 
 

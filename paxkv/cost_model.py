@@ -13,6 +13,9 @@ from jaxtyping import Array, Int32
 from paxkv.requests import TICK_US
 from paxkv.sizes import require_int
 
+MAX_COST_NS = 3600 * 10**9
+"""Largest cost of a step or of one unit of its work; in ticks it leaves int32 most of its range."""
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +37,9 @@ class StepCost:
         require_int("step_ns", self.step_ns)
         for name in ("token_ns", "kv_token_ns", "map_call_ns"):
             require_int(name, getattr(self, name), minimum=0)
+        for name in ("step_ns", "token_ns", "kv_token_ns", "map_call_ns"):
+            if getattr(self, name) > MAX_COST_NS:
+                raise ValueError(f"{name} must be at most {MAX_COST_NS}, which is an hour, got {getattr(self, name)}")
 
 
 def step_ticks(

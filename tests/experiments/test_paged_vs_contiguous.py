@@ -193,6 +193,8 @@ def test_a_comparison_of_nothing_or_within_no_budget_is_refused_before_it_leaves
         experiment.resolve(dataclasses.replace(config, memories={}))
     with pytest.raises(ValueError, match="kv_memory must end in one of"):
         experiment.resolve(dataclasses.replace(config, kv_memory="8 GG"))
+    with pytest.raises(ValueError, match="steps_per_dispatch must be at least 1"):
+        experiment.resolve(dataclasses.replace(config, steps_per_dispatch=0))
     for near_tie in (float("nan"), float("inf"), -1e-4):
         with pytest.raises(ValueError, match="near_tie: expected a finite difference"):
             experiment.resolve(dataclasses.replace(config, near_tie=near_tie))

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxkv.cost_model import StepCost, step_ticks
+from paxkv.cost_model import MAX_COST_NS, StepCost, step_ticks
 
 TICK_NS = 10_000
 
@@ -43,3 +43,10 @@ def test_300_map_calls_of_a_deep_model_do_not_wrap_around():
 def test_a_cost_that_is_no_time_is_refused(knob, value):
     with pytest.raises(ValueError, match=f"^{knob} must be"):
         StepCost(**{knob: value})
+
+
+@pytest.mark.parametrize("name", ["step_ns", "token_ns", "kv_token_ns", "map_call_ns"])
+def test_a_cost_beyond_an_hour_is_refused(name):
+    StepCost(**{name: MAX_COST_NS})
+    with pytest.raises(ValueError, match=f"{name} must be at most"):
+        StepCost(**{name: MAX_COST_NS + 1})
