@@ -30,7 +30,7 @@ MODELLED = frozenset(
 GLOSSARY = {
     "peak_running": "most requests that held memory at once",
     "mean_running": "requests that held memory, average over the time in which others were queueing",
-    "pool_utilization": "share of the KV budget that held tokens, average while requests were queueing",
+    "pool_utilization": "share of the capacity that held tokens, average while requests were queueing",
     "allocated_utilization": "the same, as a share of what was handed out",
     "reservation_waste": "share of the budget that its owner had not filled yet, but would",
     "internal_waste": "share of the budget that its owner would never fill",

@@ -222,9 +222,11 @@ def failed_checks(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 _ROWS = {
+    "capacity_tokens": ("capacity in tokens", "{:,.0f}"),
+    "served": ("requests served", "{:,.0f}"),
     "peak_running": ("peak running requests", "{:.0f}"),
     "mean_running": ("mean running requests", "{:.1f}"),
-    "pool_utilization": ("budget that holds tokens", "{:.1%}"),
+    "pool_utilization": ("capacity that holds tokens", "{:.1%}"),
     "reservation_waste": ("wasted: reservation", "{:.1%}"),
     "internal_waste": ("wasted: internal", "{:.1%}"),
     "external_waste": ("wasted: external", "{:.1%}"),
