@@ -1,4 +1,4 @@
-"""Plots in one style: the colour of a memory is the same in every figure, and equal data give equal bytes.
+"""Plots in one style: the colour of a memory is the same in every figure of a run, and equal data give equal bytes.
 
 Colours are those of Okabe and Ito (2008), which stay apart for colour-blind readers; lines also differ in their
 dashes, so that nothing rests on colour alone.
@@ -6,8 +6,9 @@ dashes, so that nothing rests on colour alone.
 
 import contextlib
 import io
+import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -21,20 +22,9 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 
 PALETTE = ("#0072B2", "#E69F00", "#D55E00", "#CC79A7", "#009E73", "#56B4E9", "#999999")
 INK, FAINT = "#1b1f24", "#d5d9de"
-MEMORY_COLORS: Mapping[str, str] = {
-    "paged": "#0072B2",
-    "vattention": "#E69F00",
-    "reserved_max": "#D55E00",
-    "reserved_pow2": "#CC79A7",
-    "reserved_oracle": "#009E73",
-}
-MEMORY_DASHES: Mapping[str, Any] = {
-    "paged": "solid",
-    "vattention": (0, (6, 1.5)),
-    "reserved_max": (0, (3, 1.2)),
-    "reserved_pow2": (0, (4, 1.2, 1, 1.2)),
-    "reserved_oracle": (0, (1, 1)),
-}
+DASHES: Sequence[Any] = ("solid", (0, (6, 1.5)), (0, (3, 1.2)), (0, (4, 1.2, 1, 1.2)), (0, (1, 1)))
+MEMORIES = ("paged", "vattention", "reserved_max", "reserved_pow2", "reserved_oracle")
+"""Names that have the same colour and dashes in every run: those of their place here."""
 USE_COLORS: Mapping[str, str] = {
     "tokens": "#0072B2",
     "reservation": "#56B4E9",
@@ -98,9 +88,22 @@ def canvas(rows: int = 1, columns: int = 1, *, height: float = 3.2, **options: A
     return figure, figure.subplots(rows, columns, **options)
 
 
-def memory_style(name: str) -> dict[str, Any]:
-    """Colour and dashes of a memory; grey for a name that is none."""
-    return {"color": MEMORY_COLORS.get(name, "#666666"), "linestyle": MEMORY_DASHES.get(name, "solid"), "label": name}
+def memory_styles(names: Iterable[str]) -> dict[str, dict[str, Any]]:
+    """Colour, dashes and label of each memory: the known ones keep theirs, others take what is left, in their order.
+
+    Args:
+      names: of all memories of a run, also of those with nothing to draw, so that every figure deals out the same.
+
+    Returns:
+      Keywords of `Axes.plot` by name. Pairs of colour and dashes repeat only after 35 names.
+    """
+    names = list(dict.fromkeys(names))
+    left = (i for i in itertools.count() if i >= len(MEMORIES) or MEMORIES[i] not in names)
+    places = {name: MEMORIES.index(name) if name in MEMORIES else next(left) for name in names}
+    return {
+        name: {"color": PALETTE[i % len(PALETTE)], "linestyle": DASHES[i % len(DASHES)], "label": name}
+        for name, i in places.items()
+    }
 
 
 def over_time(axes: Axes, series: Mapping[str, tuple[Sequence[float], Sequence[float]]], unit: str) -> None:
@@ -111,8 +114,9 @@ def over_time(axes: Axes, series: Mapping[str, tuple[Sequence[float], Sequence[f
       series: times and values by memory; a value holds until the next time.
       unit: what the times are, for the axis.
     """
+    styles = memory_styles(series)
     for name, (times, values) in series.items():
-        axes.plot(times, values, drawstyle="steps-post", **memory_style(name))
+        axes.plot(times, values, drawstyle="steps-post", **styles[name])
     axes.set_xlabel(unit)
     axes.set_ylim(bottom=0)
     axes.margins(x=0.01)
@@ -128,11 +132,12 @@ def cdf(axes: Axes, samples: Mapping[str, Sequence[float]], unit: str, *, log: b
       unit: what the samples are, for the axis.
       log: whether the axis of the samples is logarithmic.
     """
+    styles = memory_styles(samples)
     for name, values in samples.items():
         if len(values):
             ordered = np.sort(np.asarray(values, dtype=float))
             share = np.arange(1, len(ordered) + 1) / len(ordered)
-            axes.plot([ordered[0], *ordered], [0.0, *share], drawstyle="steps-post", **memory_style(name))
+            axes.plot([ordered[0], *ordered], [0.0, *share], drawstyle="steps-post", **styles[name])
     if log:
         axes.set_xscale("log")
     else:

@@ -1,4 +1,4 @@
-"""Figures keep one colour per memory, and equal data give equal bytes."""
+"""Figures keep one look per memory, and equal data give equal bytes."""
 
 import itertools
 import re
@@ -20,17 +20,35 @@ def drawing():
     return figure
 
 
-def test_every_memory_has_a_colour_and_dashes_of_its_own():
-    assert set(plots.MEMORY_COLORS) == set(plots.MEMORY_DASHES) == set(NAMES)
-    colors = [np.array(matplotlib.colors.to_rgb(plots.MEMORY_COLORS[name])) for name in NAMES]
-    assert min(np.abs(a - b).max() for a, b in itertools.combinations(colors, 2)) > 0.2
-    assert len({str(plots.MEMORY_DASHES[name]) for name in NAMES}) == len(NAMES)
+def looks(names):
+    return {name: (style["color"], str(style["linestyle"])) for name, style in plots.memory_styles(names).items()}
 
 
-def test_a_line_has_the_colour_of_its_memory():
-    figure = drawing()
-    left, _ = figure.axes
-    assert [line.get_color() for line in left.lines] == [plots.MEMORY_COLORS["paged"]]
+def test_the_known_memories_keep_their_colours_whoever_stands_beside_them():
+    alone = {name: looks([name])[name] for name in NAMES}
+    assert len({dashes for _, dashes in alone.values()}) == len(NAMES)
+    assert looks(["block_8", *reversed(NAMES), "block_16"]).items() >= alone.items()
+
+
+@pytest.mark.parametrize("known", [(), ("reserved_max", "paged"), NAMES])
+def test_other_memories_get_colours_of_their_own_in_their_order(known):
+    names = ["block_8", *known, *(f"block_{n}" for n in range(16, 45))]
+    found = looks(names)
+    assert list(found) == names
+    assert len(set(found.values())) == len(names), "two memories look alike"
+    first = [np.array(matplotlib.colors.to_rgb(color)) for color, _ in list(found.values())[:7]]
+    assert min(np.abs(a - b).max() for a, b in itertools.combinations(first, 2)) > 0.2
+    assert looks(["block_8", "other", *known]) != looks(["other", "block_8", *known])
+
+
+def test_a_line_has_the_colour_of_its_memory_even_beside_one_that_is_not_drawn():
+    with plots.style():
+        _, (left, right) = plots.canvas(1, 2)
+        plots.over_time(left, {"small": ([0, 1], [1, 2]), "large": ([0, 1], [1, 2])}, "step")
+        plots.cdf(right, {"small": [], "large": [1.0]}, "ms")
+    (_, large), (alone,) = left.lines, right.lines
+    assert left.lines[0].get_color() != large.get_color() == alone.get_color()
+    assert drawing().axes[0].lines[0].get_color() == "#0072B2"
 
 
 def test_a_cdf_steps_up_by_the_share_of_each_sample():
@@ -87,9 +105,7 @@ def test_an_svg_has_no_date_no_size_and_no_address():
     assert "date" not in svg
 
 
-@pytest.mark.parametrize("name", ["paged", "something_else"])
-def test_the_style_of_a_figure_does_not_leak(name):
+def test_the_style_of_a_figure_does_not_leak():
     before = matplotlib.rcParams["axes.grid"]
     drawing()
     assert matplotlib.rcParams["axes.grid"] == before
-    assert plots.memory_style(name)["label"] == name
