@@ -30,11 +30,13 @@ MODELLED = frozenset(
 GLOSSARY = {
     "peak_running": "most requests that held memory at once",
     "mean_running": "requests that held memory, average over the time in which others were queueing",
-    "pool_utilization": "share of the capacity that held tokens, average while requests were queueing",
+    "pool_utilization": "share of the budget that held tokens, average while requests were queueing",
     "allocated_utilization": "the same, as a share of what was handed out",
     "reservation_waste": "share of the budget that its owner had not filled yet, but would",
     "internal_waste": "share of the budget that its owner would never fill",
     "external_waste": "share of the budget that nobody had: free, or lost to rounding between requests",
+    "remainder_waste": "share of the budget that is no memory at all: it does not pay for one more whole unit (block, "
+    "page group, smallest range), or `num_blocks` leaves it out",
     "queueing_share": "share of the busy time in which some request was waiting for memory",
     "map_calls": "calls into the virtual-memory driver that map a page",
     "mapping_ms": "what those calls take",
@@ -51,6 +53,7 @@ GLOSSARY = {
     "refused_or_empty": "requests that could never fit, or asked for nothing",
     "tokens_equal": "requests that both served got the same greedy tokens as under the first memory, near ties aside",
     "near_tie_differences": "requests whose first differing token was between two logits equal within `near_tie`",
+    "budget_tokens": "tokens that the budget pays for laid end to end, the same for every memory",
     "capacity_tokens": "tokens that the budget pays for in whole units of this memory",
 }
 
@@ -97,12 +100,13 @@ def request_metrics(requests: pl.DataFrame) -> dict[str, float | int]:
     return values
 
 
-def memory_metrics(steps: pl.DataFrame) -> dict[str, float | int]:
+def memory_metrics(steps: pl.DataFrame, budget_tokens: float | None = None) -> dict[str, float | int]:
     """Memory use of one memory's steps.
 
     Args:
       steps: one row a step with `duration_ms`, `new_tokens`, `running`, `waiting`, `tokens`, `reserved`, `internal`,
         `external`, `allocated`, `recompute_tokens`, `map_calls`, `mapping_ms` and `sync_mapping_ms`.
+      budget_tokens: tokens that the budget pays for; what the memory makes of it if None.
 
     Returns:
       Metrics by name. Shares are fractions of the budget, but `allocated_utilization` is one of what was allocated, and
@@ -112,7 +116,7 @@ def memory_metrics(steps: pl.DataFrame) -> dict[str, float | int]:
     queueing = busy.filter(pl.col("waiting") > 0)
     measured = _while_queueing(steps)
     busy_ms = float(busy["duration_ms"].sum())
-    shares = memory_shares(steps)
+    shares = memory_shares(steps, budget_tokens)
     allocated = _mean(measured, "allocated")
     return {
         "peak_running": int(steps["running"].max()),  # pyright: ignore[reportArgumentType]
@@ -122,6 +126,7 @@ def memory_metrics(steps: pl.DataFrame) -> dict[str, float | int]:
         "reservation_waste": shares["reservation"],
         "internal_waste": shares["internal"],
         "external_waste": shares["external"],
+        "remainder_waste": shares["remainder"],
         "queueing_share": float(queueing["duration_ms"].sum()) / busy_ms if busy_ms else 0.0,
         "map_calls": int(steps["map_calls"].sum()),
         "mapping_ms": float(steps["mapping_ms"].sum()),
@@ -131,12 +136,17 @@ def memory_metrics(steps: pl.DataFrame) -> dict[str, float | int]:
     }
 
 
-def memory_shares(steps: pl.DataFrame) -> dict[str, float]:
-    """Average shares of the memory that hold tokens and that are wasted, by kind; they add up to 1."""
+def memory_shares(steps: pl.DataFrame, budget_tokens: float | None = None) -> dict[str, float]:
+    """Average shares of the budget that hold tokens and that are wasted, by kind; they add up to 1.
+
+    `remainder` is what the budget pays for beyond the memory's capacity; `budget_tokens` is that capacity if None.
+    """
     measured = _while_queueing(steps)
     capacity = sum(int(measured[kind][0]) for kind in ("tokens", "reserved", "internal", "external"))
+    budget = capacity if budget_tokens is None else budget_tokens
     names = {"tokens": "tokens", "reservation": "reserved", "internal": "internal", "external": "external"}
-    return {name: _mean(measured, column) / capacity for name, column in names.items()}
+    shares = {name: _mean(measured, column) / budget for name, column in names.items()}
+    return shares | {"remainder": 1 - capacity / budget}
 
 
 def _while_queueing(steps: pl.DataFrame) -> pl.DataFrame:

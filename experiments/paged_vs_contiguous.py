@@ -146,23 +146,24 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
 
                 served = serve(engine, params, requests, workload, shape, config.steps_per_dispatch, show)
             with run_dir.part(name) as part:
-                _write(part, served, memory)
+                _write(part, served, memory, budget_bytes / shape.token_bytes)
     for table in ("steps", "requests", "pool"):
         run_dir.write_parquet(f"{table}.parquet", _gather(run_dir, list(memories), table))
-    return _results(config, run_dir, memories)
+    return _results(config, run_dir, memories, budget_bytes / shape.token_bytes)
 
 
 def _budget_bytes(config: Config) -> int:
     return kv_budget(parse_size(config.kv_memory, "kv_memory"), config.memory_fraction)
 
 
-def _write(part: Any, served: Served, memory: KVMemory[Any]) -> None:
+def _write(part: Any, served: Served, memory: KVMemory[Any], budget_tokens: float) -> None:
     part.write_parquet("steps.parquet", served.steps)
     part.write_parquet("requests.parquet", served.requests)
     part.write_parquet("pool.parquet", served.pool)
     part.write_json(
         "memory.json",
         {
+            "budget_tokens": budget_tokens,
             "capacity_tokens": memory.capacity,
             "units": memory.num_units,
             "unit": UNITS[type(memory)],
@@ -185,7 +186,9 @@ def _part(run_dir: RunDirectory, name: str) -> Any:
     return part
 
 
-def _results(config: Config, run_dir: RunDirectory, memories: dict[str, KVMemory[Any]]) -> dict[str, dict[str, Any]]:
+def _results(
+    config: Config, run_dir: RunDirectory, memories: dict[str, KVMemory[Any]], budget_tokens: float
+) -> dict[str, dict[str, Any]]:
     requests = run_dir.read_parquet("requests.parquet")
     steps = run_dir.read_parquet("steps.parquet")
     reference = requests.filter(pl.col("memory") == next(iter(memories)))
@@ -196,11 +199,12 @@ def _results(config: Config, run_dir: RunDirectory, memories: dict[str, KVMemory
         served = ~(reference["reason"].str.starts_with("refused") | own["reason"].str.starts_with("refused"))
         same = compare_tokens(reference.filter(served), own.filter(served), config.near_tie)
         found[name] = {
-            **metrics.memory_metrics(steps.filter(pl.col("memory") == name)),
+            **metrics.memory_metrics(steps.filter(pl.col("memory") == name), budget_tokens),
             **metrics.request_metrics(own),
             "tokens_equal": same.unexplained == 0 if config.temperature == 0 else None,
             "near_tie_differences": same.near_ties,
             "unexplained_differences": same.unexplained,
+            "budget_tokens": budget_tokens,
             "capacity_tokens": memory.capacity,
         }
     return found
@@ -213,11 +217,11 @@ def failed_checks(results: dict[str, dict[str, Any]]) -> list[str]:
         for name, values in results.items()
         if values["tokens_equal"] is False
     ]
-    shares = ("pool_utilization", "reservation_waste", "internal_waste", "external_waste")
+    shares = ("pool_utilization", "reservation_waste", "internal_waste", "external_waste", "remainder_waste")
     for name, values in results.items():
         total = sum(values[share] for share in shares)
         if abs(total - 1) > 1e-9 or min(values[share] for share in shares) < 0:
-            failures.append(f"{name}: the shares of its memory add up to {total} instead of 1, or one is negative")
+            failures.append(f"{name}: the shares of the budget add up to {total} instead of 1, or one is negative")
     return failures
 
 
@@ -226,10 +230,11 @@ _ROWS = {
     "served": ("requests served", "{:,.0f}"),
     "peak_running": ("peak running requests", "{:.0f}"),
     "mean_running": ("mean running requests", "{:.1f}"),
-    "pool_utilization": ("capacity that holds tokens", "{:.1%}"),
+    "pool_utilization": ("budget that holds tokens", "{:.1%}"),
     "reservation_waste": ("wasted: reservation", "{:.1%}"),
     "internal_waste": ("wasted: internal", "{:.1%}"),
     "external_waste": ("wasted: external", "{:.1%}"),
+    "remainder_waste": ("wasted: remainder", "{:.1%}"),
     "allocated_utilization": ("allocated that holds tokens", "{:.1%}"),
     "preemptions": ("preemptions", "{:.0f}"),
     "map_calls": ("map calls", "{:,.0f}"),
@@ -269,7 +274,7 @@ def figures(run_path: pathlib.Path) -> list[plots.Figure]:
     by_name = {name: steps.filter(pl.col("memory") == name) for name in names}
     return [
         _over_time(by_name),
-        _waste(by_name),
+        _waste({n: metrics.memory_shares(s, _memory(run_path, n)["budget_tokens"]) for n, s in by_name.items()}),
         _latency({name: requests.filter(pl.col("memory") == name) for name in names}),
         *(
             _picture(run_path, name, pool.filter(pl.col("memory") == name), len(requests) // len(names))
@@ -298,13 +303,18 @@ def _over_time(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
     )
 
 
-def _waste(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
-    figure, axes = plots.canvas(height=0.5 * len(by_name) + 1.0)
-    plots.stacked_shares(axes, {name: metrics.memory_shares(steps) for name, steps in by_name.items()})
+def _memory(run_path: pathlib.Path, name: str) -> dict[str, Any]:
+    return files.read_json(run_path / "parts" / name / "memory.json")
+
+
+def _waste(shares: dict[str, dict[str, float]]) -> plots.Figure:
+    figure, axes = plots.canvas(height=0.5 * len(shares) + 1.0)
+    plots.stacked_shares(axes, shares)
     axes.set_xlabel("share of the KV budget, average over the time in which requests were queueing")
     return plots.Figure(
         "Where the memory goes",
-        "Its owner will fill a reservation later, and internal waste never; external is free, or lost in between.",
+        "Its owner will fill a reservation later, and internal waste never; external is free, or lost in between; the "
+        "remainder does not pay for one more whole unit.",
         figure,
     )
 
@@ -329,9 +339,8 @@ def _picture(run_path: pathlib.Path, name: str, pool: pl.DataFrame, num_requests
     owners = np.array(pool["owners"].to_list()).T
     figure, axes = plots.canvas(height=2.4)
     last = int(pool["step"].max())  # pyright: ignore[reportArgumentType]
-    unit = files.read_json(run_path / "parts" / name / "memory.json")["unit"]
     picture = np.where(owners < 0, num_requests, owners)
-    plots.memory_picture(axes, picture, num_requests, unit, times=(0, last))
+    plots.memory_picture(axes, picture, num_requests, _memory(run_path, name)["unit"], times=(0, last))
     axes.set_xlabel("step")
     return plots.Figure(
         f"The memory of {name}", "One colour a request, white is free. One column for every dispatch.", figure

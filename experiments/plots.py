@@ -30,8 +30,9 @@ USE_COLORS: Mapping[str, str] = {
     "reservation": "#56B4E9",
     "internal": "#E69F00",
     "external": "#c9ced4",
+    "remainder": "#6e7780",
 }
-"""Where the slots of a memory are: filled, or wasted in one of three ways."""
+"""Where a budget is: filled, wasted by the memory in one of three ways, or too little for one more unit of it."""
 WIDTH = 7.2  # inches
 
 

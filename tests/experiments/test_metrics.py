@@ -127,8 +127,19 @@ def test_the_shares_of_memory_add_up_to_one():
     shares = memory_shares(
         steps((7.0, 5, 2, 1, 33, 20, 14, 90), (3.0, 5, 4, 2, 71, 13, 9, 93), (1.0, 1, 1, 3, 1, 0, 2, 3))
     )
-    assert set(shares) == {"tokens", "reservation", "internal", "external"}
+    assert set(shares) == {"tokens", "reservation", "internal", "external", "remainder"}
     assert sum(shares.values()) == pytest.approx(1, abs=1e-12)
+    assert shares["remainder"] == 0
+
+
+def test_shares_are_of_the_budget_and_what_buys_no_unit_is_one_of_them():
+    one = steps((7.0, 5, 2, 1, 30, 20, 10, 90))
+    assert memory_shares(one, 125.0) == pytest.approx(
+        {"tokens": 0.24, "reservation": 0.16, "internal": 0.08, "external": 0.32, "remainder": 0.2}
+    )
+    found = memory_metrics(one, 125.0)
+    assert (found["pool_utilization"], found["remainder_waste"]) == (pytest.approx(0.24), pytest.approx(0.2))
+    assert found["allocated_utilization"] == pytest.approx(30 / 90)
 
 
 def test_a_memory_that_never_held_anything_lay_idle_as_a_whole():
@@ -142,5 +153,5 @@ def test_a_memory_that_never_held_anything_lay_idle_as_a_whole():
 def test_the_glossary_and_the_modelled_metrics_speak_of_metrics_that_exist():
     found = request_metrics(requests((0, [1.0, 2.0]))) | memory_metrics(steps((1.0, 5, 2, 1, 50, 20, 10, 90)))
     assert found.keys() >= MODELLED
-    of_the_comparison = {"tokens_equal", "near_tie_differences", "capacity_tokens"}
+    of_the_comparison = {"tokens_equal", "near_tie_differences", "budget_tokens", "capacity_tokens"}
     assert all(any(metric.startswith(word) for metric in found) for word in GLOSSARY.keys() - of_the_comparison)

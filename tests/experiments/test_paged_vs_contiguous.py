@@ -112,8 +112,10 @@ def test_every_memory_gives_the_same_tokens_and_accounts_for_its_memory(finished
         assert values["unexplained_differences"] == 0
         assert values["capacity_tokens"] == CAPACITIES[name]
         assert values["requests"] == values["served"] == 14
-        shares = ("pool_utilization", "reservation_waste", "internal_waste", "external_waste")
+        shares = ("pool_utilization", "reservation_waste", "internal_waste", "external_waste", "remainder_waste")
         assert sum(values[share] for share in shares) == pytest.approx(1, abs=1e-12)
+        assert values["budget_tokens"] == 122.5
+        assert values["remainder_waste"] == pytest.approx((122.5 - CAPACITIES[name]) / 122.5)
         assert 0 < values["pool_utilization"] <= values["allocated_utilization"] <= 1
         assert all(math.isfinite(v) for v in values.values())
         assert all(any(metric.startswith(word) for metric in values) for word in experiment.GLOSSARY)
