@@ -5,6 +5,7 @@ devices, the machine or the folder it was written on, and can be loaded anywhere
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 import pathlib
@@ -89,6 +90,17 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Decoder:
             raise ValueError(f"{path}: weight {name} should have shape {want}, found {shapes.get(name)}")
     params = jax.tree.structure(abstract).unflatten(jnp.asarray(found[name]) for name in expected)
     return Decode(config).model(params)
+
+
+def model_sha256(model: Decoder) -> str:
+    """Hash of a model's config and weights, whatever files they came from: of name, type, shape and bytes of each."""
+    _, params = make_decode(model)
+    digest = hashlib.sha256(json.dumps(dataclasses.asdict(model.config), sort_keys=True).encode())
+    for name, array in sorted(_by_name(params).items()):
+        weights = np.asarray(array)
+        digest.update(f"\n{name} {weights.dtype.str} {weights.shape}\n".encode())
+        digest.update(weights.tobytes())
+    return digest.hexdigest()
 
 
 def load_record(path: str | os.PathLike[str]) -> dict:

@@ -1,12 +1,15 @@
+import dataclasses
 import functools
+import itertools
 import json
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
-from models.checkpoint import load_checkpoint, save_checkpoint
+from models.checkpoint import load_checkpoint, model_sha256, save_checkpoint
 from models.config import DecoderConfig
 from models.decoder import Decoder, make_decode
 
@@ -38,6 +41,25 @@ def test_a_checkpoint_can_be_moved_and_says_nothing_of_where_it_was(tmp_path):
     assert len(files) > 3
     assert not [p for p in files if str(tmp_path).encode() in p.read_bytes()]
     assert (tmp_path / "moved" / "README.md").read_text() == "# A model\n"
+
+
+def test_the_hash_of_a_model_is_that_of_its_weights_and_config_wherever_they_lie(tmp_path):
+    digest = model_sha256(make_model())
+    save_checkpoint(tmp_path / "a", make_model())
+    assert model_sha256(load_checkpoint(tmp_path / "a")) == digest
+    assert model_sha256(make_model(seed=1)) != digest
+    assert model_sha256(make_model(config=dataclasses.replace(CONFIG, rope_theta=1e6))) != digest
+    # One weight in its last place, and two weights of the same shape that change places.
+    decode, params = make_decode(make_model())
+    flat, tree = jax.tree.flatten(params)
+    nudged = [jnp.nextafter(flat[0], jnp.full_like(flat[0], jnp.inf)), *flat[1:]]
+    same = next((i, j) for i, j in itertools.combinations(range(len(flat)), 2) if flat[i].shape == flat[j].shape)
+    swapped = list(flat)
+    swapped[same[0]], swapped[same[1]] = flat[same[1]] + 1, flat[same[0]] + 1
+    plus_one = list(flat)
+    plus_one[same[0]], plus_one[same[1]] = flat[same[0]] + 1, flat[same[1]] + 1
+    hashes = [model_sha256(decode.model(tree.unflatten(leaves))) for leaves in (nudged, swapped, plus_one)]
+    assert len({digest, *hashes}) == 4
 
 
 def test_loading_writes_nothing(tmp_path):
