@@ -25,24 +25,37 @@ MODELLED: frozenset[str] = frozenset()
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One measurement: `rows` sequences grow by a token a step until they have grown by `long_steps`."""
+    """One measurement: `rows` sequences grow by a token a step until they have grown by `long_steps`.
+
+    Attributes:
+      experiment: `allocator_bench`.
+      seed: nothing here is random; part of every run's name.
+      rows: sequences.
+      num_blocks: of the first pool.
+      block_size: tokens in a block.
+      scale: the second pool has this many times the blocks.
+      short_steps: length of the scan that is subtracted.
+      long_steps: length of the scan that it is subtracted from.
+      repeats: how often each scan is timed.
+    """
 
     experiment: str = "allocator_bench"
-    seed: int = 0  # nothing here is random; part of every run's name
+    seed: int = 0
     rows: int = 256
     num_blocks: int = 22_888
     block_size: int = 16
-    scale: int = 8  # the second pool has this many times the blocks
+    scale: int = 8
     short_steps: int = 128
     long_steps: int = 1280
     repeats: int = 21
 
-    def check(self) -> None:
-        """Refuses a measurement in which the pool would run dry, or with nothing to subtract.
-
-        Raises:
-          ValueError: naming the field, what was expected and what came.
-        """
+    def __post_init__(self) -> None:
+        """Refuses a measurement in which the pool would run dry, or with nothing to subtract."""
+        if min(self.rows, self.block_size, self.scale, self.repeats) < 1:
+            raise ValueError(
+                f"rows, block_size, scale, repeats: expected at least 1, got {self.rows}, {self.block_size}, "
+                f"{self.scale} and {self.repeats}"
+            )
         if not 0 < self.short_steps < self.long_steps:
             raise ValueError(
                 f"short_steps: expected between 0 and long_steps = {self.long_steps}, got {self.short_steps}"
@@ -53,8 +66,6 @@ class Config:
                 f"num_blocks: expected at least {needed}, so that {self.rows} rows can grow by {self.long_steps} "
                 f"tokens, got {self.num_blocks}; raise it, or lower long_steps"
             )
-        if self.scale < 1 or self.repeats < 1:
-            raise ValueError(f"scale, repeats: expected at least 1, got {self.scale} and {self.repeats}")
 
 
 def started(memory: Paged) -> PagedState:
@@ -85,7 +96,6 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
 
     The difference leaves out what is paid once for a dispatch (entering the program, first touch of the arrays).
     """
-    config.check()
     scans, states = {}, {}
     for scale in (1, config.scale):
         memory = Paged(

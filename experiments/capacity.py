@@ -23,10 +23,16 @@ Results = dict[str, dict[str, float | int | bool | str]]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The examples to check."""
+    """What to check.
+
+    Attributes:
+      experiment: `capacity`.
+      seed: nothing here is random; part of every run's name.
+      examples: the examples.
+    """
 
     experiment: Literal["capacity"] = "capacity"
-    seed: int = 0  # nothing here is random; part of every run's name
+    seed: int = 0
     examples: tuple[Example, ...] = ()
 
     def __post_init__(self) -> None:

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import pathlib
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import polars as pl
@@ -16,8 +16,9 @@ from experiments.serving import Served, serve
 from experiments.token_check import compare_tokens
 from experiments.workloads.config import WorkloadConfig, load_workload, with_sha256
 from experiments.workloads.tokens import prompt_tokens
-from models.checkpoint import load_checkpoint, load_record
-from models.decoder import make_decode
+from experiments.workloads.workload import Workload
+from models.checkpoint import load_checkpoint, load_record, model_sha256
+from models.decoder import Decoder, make_decode
 from models.text import load_corpus
 from paxkv.capacity import kv_budget, parse_size
 from paxkv.config import MemoryConfig, make_memory
@@ -27,14 +28,14 @@ from paxkv.engine import Engine
 from paxkv.memory import KVMemory
 from paxkv.model_shapes import KVShape
 from paxkv.paged import Paged
-from paxkv.requests import make_requests
+from paxkv.requests import Requests, make_requests
 from paxkv.reserved import Reserved
 from paxkv.sizes import require_int
 
 DESCRIPTION = "Paged, vAttention-style and reserved memory on the same requests and budget, with a trained model."
 MODELLED = metrics.MODELLED
 UNITS = {Paged: "block", VAttention: "page group", Reserved: "smallest range"}
-"""What a memory hands out, and the row of its picture."""
+"""What a row of a memory's picture is called; `unit` where it is not said."""
 GLOSSARY = metrics.GLOSSARY
 """What each metric means, in a sentence."""
 
@@ -47,6 +48,7 @@ class Config:
       experiment: `paged_vs_contiguous`.
       seed: of arrivals, lengths, prompts and sampling, a stream each.
       model: folder of the checkpoint.
+      model_sha256: expected hash of its config and weights; empty accepts any, and the run fills it in.
       workload: what is asked of the server.
       kv_memory: budget for keys and values, such as "8 MiB", the same for every memory.
       memory_fraction: share of it that may be used, as decimal text.
@@ -65,6 +67,7 @@ class Config:
     experiment: str = "paged_vs_contiguous"
     seed: int = 0
     model: pathlib.Path = pathlib.Path("models/checkpoints/byte_llama")
+    model_sha256: str = ""
     workload: WorkloadConfig = dataclasses.field(default_factory=WorkloadConfig)
     kv_memory: str = "8 MiB"
     memory_fraction: str = "1"
@@ -79,19 +82,28 @@ class Config:
     memories: dict[str, MemoryConfig] = dataclasses.field(default_factory=dict)
 
 
+class _Setup(NamedTuple):
+    """What a config asks for, made and checked before anything is served."""
+
+    engines: dict[str, Engine]  # by memory
+    params: Any
+    workload: Workload
+    requests: Requests
+    shape: KVShape
+    budget_tokens: float
+    inputs: dict[str, Any]  # for the manifest
+
+
 def resolve(config: Config) -> Config:
-    """Names the trace by its hash, so that the run's identity covers the data; refuses what is plainly wrong.
+    """Names trace and model by their hashes, so that the run's identity covers the data; refuses what cannot run.
 
     Raises:
-      ValueError: there is no memory to compare, the budget is no size, or the trace cannot be read.
+      ValueError: a value is out of range, the memories do not fit the budget, or the trace or the model is not the one
+        that the config names.
+      OSError: a file is missing.
     """
-    if not config.memories:
-        raise ValueError("memories: expected at least one, as in `memories: {paged: {kind: paged}}`, got none")
-    if not 0 <= config.near_tie < float("inf"):
-        raise ValueError(f"near_tie: expected a finite difference of logits, 0 or more, got {config.near_tie}")
-    require_int("steps_per_dispatch", config.steps_per_dispatch)
-    _budget_bytes(config)
-    return dataclasses.replace(config, workload=with_sha256(config.workload))
+    model_hash = _prepare(config).inputs["model_sha256"]
+    return dataclasses.replace(config, model_sha256=model_hash, workload=with_sha256(config.workload))
 
 
 def parts(config: Config) -> list[str]:
@@ -101,41 +113,11 @@ def parts(config: Config) -> list[str]:
 
 def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, dict[str, Any]]:
     """Serves the workload with each memory in turn, then compares what they did."""
-    model = load_checkpoint(config.model)
-    if config.max_model_len > model.config.max_len:
-        raise ValueError(
-            f"max_model_len: expected at most {model.config.max_len}, the context that {config.model} was trained for, "
-            f"got {config.max_model_len}; scale the workload's lengths down instead"
-        )
-    shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, element_bytes=4)
-    budget_bytes = _budget_bytes(config)
-    memories = {
-        name: make_memory(memory, shape, budget_bytes, config.rows, config.max_model_len)
-        for name, memory in config.memories.items()
-    }
-    workload = load_workload(config.workload, config.max_model_len, config.seed)
-    corpus = load_corpus()
-    prompts = prompt_tokens(workload, config.seed, corpus.heldout.tobytes())
-    requests = make_requests(
-        prompts,
-        workload.prompt_len,
-        workload.output_len,
-        workload.arrival_ms,
-        seed=config.seed,
-        temperature=config.temperature,
-    )
-    run_dir.add_manifest(
-        workload=dataclasses.asdict(workload.provenance),
-        prompts_sha256=hashlib.sha256(np.ascontiguousarray(prompts).tobytes()).hexdigest(),
-        prompt_text_sha256=corpus.sha256,
-        model=load_record(config.model),
-        kv_budget_bytes=budget_bytes,
-        kv_bytes_per_token=shape.token_bytes,
-    )
-    decode, params = make_decode(model)
-    for name, memory in memories.items():
+    setup = _prepare(config)
+    run_dir.add_manifest(**setup.inputs)
+    workload = setup.workload
+    for name, engine in setup.engines.items():
         if run_dir.finished_part(name) is None:
-            engine = Engine(memory, decode, config.token_budget, config.cost, config.kernels)
             with progress.task(name, total=workload.num_requests) as advance:
                 shown = 0
 
@@ -144,16 +126,91 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
                     advance(ended - shown)
                     shown = ended
 
-                served = serve(engine, params, requests, workload, shape, config.steps_per_dispatch, show)
+                served = serve(
+                    engine, setup.params, setup.requests, workload, setup.shape, config.steps_per_dispatch, show
+                )
             with run_dir.part(name) as part:
-                _write(part, served, memory, budget_bytes / shape.token_bytes)
+                _write(part, served, engine.memory, setup.budget_tokens)
     for table in ("steps", "requests", "pool"):
-        run_dir.write_parquet(f"{table}.parquet", _gather(run_dir, list(memories), table))
-    return _results(config, run_dir, memories, budget_bytes / shape.token_bytes)
+        run_dir.write_parquet(f"{table}.parquet", _gather(run_dir, list(setup.engines), table))
+    return _results(config, run_dir, setup)
 
 
-def _budget_bytes(config: Config) -> int:
-    return kv_budget(parse_size(config.kv_memory, "kv_memory"), config.memory_fraction)
+def _prepare(config: Config) -> _Setup:
+    if not config.memories:
+        raise ValueError("memories: expected at least one, as in `memories: {paged: {kind: paged}}`, got none")
+    if not 0 <= config.near_tie < float("inf"):
+        raise ValueError(f"near_tie: expected a finite difference of logits, 0 or more, got {config.near_tie}")
+    require_int("steps_per_dispatch", config.steps_per_dispatch)
+    budget_bytes = kv_budget(parse_size(config.kv_memory, "kv_memory"), config.memory_fraction)
+    model = _load_model(config)
+    shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, element_bytes=4)
+    decode, params = make_decode(model)
+    workload = load_workload(config.workload, config.max_model_len, config.seed)
+    corpus = load_corpus()
+    prompts = prompt_tokens(workload, config.seed, corpus.heldout.tobytes())
+    return _Setup(
+        engines={
+            name: Engine(
+                _make_memory(name, config, shape, budget_bytes),
+                decode,
+                config.token_budget,
+                config.cost,
+                config.kernels,
+            )
+            for name in config.memories
+        },
+        params=params,
+        workload=workload,
+        requests=make_requests(
+            prompts,
+            workload.prompt_len,
+            workload.output_len,
+            workload.arrival_ms,
+            seed=config.seed,
+            temperature=config.temperature,
+        ),
+        shape=shape,
+        budget_tokens=budget_bytes / shape.token_bytes,
+        inputs={
+            "workload": dataclasses.asdict(workload.provenance),
+            "prompt_text_sha256": corpus.sha256,
+            "prompts_sha256": hashlib.sha256(np.ascontiguousarray(prompts).tobytes()).hexdigest(),
+            "model_sha256": model_sha256(model),
+            "model": load_record(config.model),
+            "kv_budget_bytes": budget_bytes,
+            "kv_bytes_per_token": shape.token_bytes,
+        },
+    )
+
+
+def _load_model(config: Config) -> Decoder:
+    model = load_checkpoint(config.model)
+    digest = model_sha256(model)
+    if config.model_sha256 not in ("", digest):
+        raise ValueError(
+            f"model_sha256: expected the model {config.model_sha256}, got {digest} in {config.model}; restore the "
+            "checkpoint, or leave model_sha256 out"
+        )
+    if config.max_model_len > model.config.max_len:
+        raise ValueError(
+            f"max_model_len: expected at most {model.config.max_len}, the context that {config.model} was trained for, "
+            f"got {config.max_model_len}; scale the workload's lengths down instead"
+        )
+    return model
+
+
+def _make_memory(name: str, config: Config, shape: KVShape, budget_bytes: int) -> KVMemory[Any]:
+    try:
+        memory = make_memory(config.memories[name], shape, budget_bytes, config.rows, config.max_model_len)
+    except ValueError as error:
+        raise ValueError(f"memories.{name}: {error}") from error
+    if memory.capacity * shape.token_bytes > budget_bytes:
+        raise ValueError(
+            f"memories.{name}: expected room for at most {budget_bytes // shape.token_bytes} tokens, which is what "
+            f"kv_memory pays for under every memory, got {memory.capacity}; lower num_blocks, or raise kv_memory"
+        )
+    return memory
 
 
 def _write(part: Any, served: Served, memory: KVMemory[Any], budget_tokens: float) -> None:
@@ -166,7 +223,7 @@ def _write(part: Any, served: Served, memory: KVMemory[Any], budget_tokens: floa
             "budget_tokens": budget_tokens,
             "capacity_tokens": memory.capacity,
             "units": memory.num_units,
-            "unit": UNITS[type(memory)],
+            "unit": UNITS.get(type(memory), "unit"),
             "slots": memory.num_slots,
             "wall_compile_s": served.wall_compile_s,
         },
@@ -186,26 +243,24 @@ def _part(run_dir: RunDirectory, name: str) -> Any:
     return part
 
 
-def _results(
-    config: Config, run_dir: RunDirectory, memories: dict[str, KVMemory[Any]], budget_tokens: float
-) -> dict[str, dict[str, Any]]:
+def _results(config: Config, run_dir: RunDirectory, setup: _Setup) -> dict[str, dict[str, Any]]:
     requests = run_dir.read_parquet("requests.parquet")
     steps = run_dir.read_parquet("steps.parquet")
-    reference = requests.filter(pl.col("memory") == next(iter(memories)))
+    reference = requests.filter(pl.col("memory") == next(iter(setup.engines)))
     found: dict[str, dict[str, Any]] = {}
-    for name, memory in memories.items():
+    for name, engine in setup.engines.items():
         own = requests.filter(pl.col("memory") == name)
         # What one of the two refused has no tokens to compare; it is counted as refused.
         served = ~(reference["reason"].str.starts_with("refused") | own["reason"].str.starts_with("refused"))
         same = compare_tokens(reference.filter(served), own.filter(served), config.near_tie)
         found[name] = {
-            **metrics.memory_metrics(steps.filter(pl.col("memory") == name), budget_tokens),
+            **metrics.memory_metrics(steps.filter(pl.col("memory") == name), setup.budget_tokens),
             **metrics.request_metrics(own),
             "tokens_equal": same.unexplained == 0 if config.temperature == 0 else None,
             "near_tie_differences": same.near_ties,
             "unexplained_differences": same.unexplained,
-            "budget_tokens": budget_tokens,
-            "capacity_tokens": memory.capacity,
+            "budget_tokens": setup.budget_tokens,
+            "capacity_tokens": engine.memory.capacity,
         }
     return found
 

@@ -10,7 +10,7 @@ An experiment is a module. It must have
 and may have
 
 - `resolve(config) -> Config`: fills in what a run depends on and the file leaves open (the hash of a trace), before the
-  config is hashed and written.
+  config is hashed and written; refuses here, with a ValueError, what can be refused before the run has a directory.
 - `parts(config) -> list[str]`: the names under which it calls `run_dir.part`, so that an unfinished run can be told
   what is missing.
 - `failed_checks(results) -> list[str]`: one sentence for each thing that should hold and does not. Any makes the

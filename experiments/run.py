@@ -64,13 +64,13 @@ def run(loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: ric
       UserError: the run is finished, in use, or its inputs are wrong.
     """
     experiment, config, comment = loaded
+    jax_setup.configure()
     try:
         config = experiment.resolve(config)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UserError(str(error)) from error
     digest = configs.config_hash(config)
     path = out_dir / f"{experiment.name}-{digest[:8]}-{config.seed}"
-    jax_setup.configure()
     with RunDirectory.open(path) as run_dir:
         _begin(run_dir, digest, config, comment, argv)
         found = results.plain(_compute(experiment, config, run_dir))

@@ -177,6 +177,12 @@ def test_what_an_experiment_refuses_is_a_sentence_and_its_traceback_a_file(call,
     assert not (only_run() / "error.txt").exists()
 
 
+def test_what_is_refused_before_the_run_has_a_directory_leaves_none(call, config, monkeypatch):
+    monkeypatch.setenv("FAKE_STUMBLE", "find nothing")
+    assert call("run", config) == (2, "", "error: no checkpoint at models/none\n")
+    assert not pathlib.Path("runs").exists()
+
+
 def test_a_run_killed_in_a_part_resumes_behind_the_last_finished_one(call, config):
     killed = start(config, FAKE_STUMBLE="die in vattention")
     out, _ = killed.communicate()

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import math
+import pathlib
 import shutil
 
 import polars as pl
@@ -10,6 +11,7 @@ import pytest
 from flax import nnx
 
 from experiments import paged_vs_contiguous as experiment
+from experiments.config import config_hash
 from experiments.progress import Progress
 from experiments.run_directory import RunDirectory
 from experiments.workloads import WorkloadConfig
@@ -20,8 +22,9 @@ from paxkv.config import MemoryConfig
 from paxkv.cost_model import StepCost
 
 MODEL = DecoderConfig(vocab=256, width=16, layers=1, q_heads=2, kv_heads=1, head_dim=8, ffn=16, max_len=64)
+PAGED = MemoryConfig(kind="paged", block_size=4)
 MEMORIES = {
-    "paged": MemoryConfig(kind="paged", block_size=4),
+    "paged": PAGED,
     "vattention": MemoryConfig(kind="vattention", page="256 B"),  # 8 tokens
     "reserved_max": MemoryConfig(kind="reserved_max"),
     "reserved_pow2": MemoryConfig(kind="reserved_pow2", min_block=2),
@@ -185,18 +188,60 @@ def test_figures_can_be_drawn_of_a_run_that_refused_everybody(finished, tmp_path
     assert len(experiment.figures(tmp_path / "nobody")) == 3 + len(MEMORIES)
 
 
-def test_a_context_the_model_was_not_trained_for_is_refused(config, tmp_path):
-    with begin(tmp_path / "long") as run_dir, pytest.raises(ValueError, match="max_model_len: expected at most 64"):
-        experiment.run(dataclasses.replace(config, max_model_len=65), run_dir, Progress())
+def changed(config, **memory):
+    return dataclasses.replace(config, memories=config.memories | {"paged": dataclasses.replace(PAGED, **memory)})
 
 
-def test_a_comparison_of_nothing_or_within_no_budget_is_refused_before_it_leaves_a_directory(config):
-    with pytest.raises(ValueError, match="memories: expected at least one"):
-        experiment.resolve(dataclasses.replace(config, memories={}))
-    with pytest.raises(ValueError, match="kv_memory must end in one of"):
-        experiment.resolve(dataclasses.replace(config, kv_memory="8 GG"))
-    with pytest.raises(ValueError, match="steps_per_dispatch must be at least 1"):
-        experiment.resolve(dataclasses.replace(config, steps_per_dispatch=0))
-    for near_tie in (float("nan"), float("inf"), -1e-4):
-        with pytest.raises(ValueError, match="near_tie: expected a finite difference"):
-            experiment.resolve(dataclasses.replace(config, near_tie=near_tie))
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"memories": {}}, "memories: expected at least one"),
+        ({"kv_memory": "8 GG"}, "kv_memory must end in one of"),
+        ({"kv_memory": "100 B"}, "memories.paged: .* expected at least 256, one block, got 100"),
+        ({"max_model_len": 65}, "max_model_len: expected at most 64"),
+        ({"steps_per_dispatch": 0}, "steps_per_dispatch must be at least 1"),
+        ({"near_tie": float("nan")}, "near_tie: expected a finite difference"),
+        ({"near_tie": float("inf")}, "near_tie: expected a finite difference"),
+        ({"near_tie": -1e-4}, "near_tie: expected a finite difference"),
+        ({"token_budget": 7}, "token_budget: expected at least rows = 8"),
+        ({"temperature": -1.0}, "temperature: expected a finite number"),
+        ({"workload": WorkloadConfig(num_requests=3)}, "lengths must be given for kind: synthetic"),
+        ({"model_sha256": "abc"}, "model_sha256: expected the model abc, got .*; restore the checkpoint, or leave"),
+        ({"model": pathlib.Path("nowhere")}, "no checkpoint at nowhere"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused_before_it_leaves_a_directory(config, change, message):
+    with pytest.raises((ValueError, FileNotFoundError), match=message):
+        experiment.resolve(dataclasses.replace(config, **change))
+
+
+def test_a_knob_that_is_wrong_is_named_with_its_memory(config):
+    with pytest.raises(ValueError, match=r"memories\.paged: min_block: expected its default"):
+        experiment.resolve(changed(config, min_block=2))
+
+
+def test_a_memory_may_be_smaller_than_the_common_budget_but_not_larger(config):
+    experiment.resolve(changed(config, num_blocks=30))
+    with pytest.raises(ValueError, match=r"memories\.paged: expected room for at most 122 tokens, .*, got 124; lower"):
+        experiment.resolve(changed(config, num_blocks=31))
+
+
+def test_other_weights_are_another_run(config, tmp_path):
+    known = experiment.resolve(config)
+    assert experiment.resolve(known) == known
+    shutil.copytree(config.model, tmp_path / "moved")
+    assert config_hash(experiment.resolve(dataclasses.replace(config, model=tmp_path / "moved"))) == config_hash(known)
+    save_checkpoint(tmp_path / "other", Decoder(MODEL, rngs=nnx.Rngs(1)), {"training.json": "{}"})
+    other = dataclasses.replace(config, model=tmp_path / "other")
+    assert config_hash(experiment.resolve(other)) != config_hash(known)
+    with pytest.raises(ValueError, match="model_sha256: expected"):
+        experiment.resolve(dataclasses.replace(known, model=other.model))
+
+
+def test_a_memory_whose_units_have_no_name_is_served_and_drawn_all_the_same(config, tmp_path, monkeypatch):
+    monkeypatch.setattr(experiment, "UNITS", {})
+    workload = dataclasses.replace(config.workload, num_requests=2)
+    config = dataclasses.replace(config, memories={"mine": PAGED}, workload=workload)
+    with begin(tmp_path / "mine") as run_dir:
+        experiment.run(config, run_dir, Progress())
+    assert experiment.figures(tmp_path / "mine")[-1].figure.axes[0].get_ylabel() == "unit"

@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from experiments import cli, registry, run
+from experiments.errors import UserError
 
 HERE = pathlib.Path(__file__).parent
 CONFIGS = [path for path in sorted(pathlib.Path("configs").glob("**/*.yaml")) if "\nexperiment:" in path.read_text()]
@@ -28,6 +29,19 @@ def test_every_config_is_one_of_its_experiment(path):
     loaded = run.load(path, {}, registry.EXPERIMENTS)
     assert loaded.experiment.parts(loaded.config) is not None
     assert loaded.comment
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"short_steps": "1280"}, "short_steps: expected between 0 and long_steps = 1280, got 1280"),
+        ({"num_blocks": "20735"}, "num_blocks: expected at least 20736, so that 256 rows can grow"),
+        ({"repeats": "0"}, "rows, block_size, scale, repeats: expected at least 1, got 256, 16, 8 and 0"),
+    ],
+)
+def test_a_measurement_of_nothing_is_refused_before_it_leaves_a_directory(change, message):
+    with pytest.raises(UserError, match=message):
+        run.load(pathlib.Path("configs/allocator_bench/default.yaml"), change, registry.EXPERIMENTS)
 
 
 def test_a_list_imports_no_experiment_and_no_jax(tmp_path):
