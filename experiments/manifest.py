@@ -51,12 +51,22 @@ def resume(manifest: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
 
 def differences(manifest: dict[str, Any]) -> list[str]:
     """What changed between the sessions of a run, in words: its parts were not all computed alike."""
-    changed: list[str] = []
+    changed: dict[str, str] = {}
     for session in manifest["earlier_sessions"]:
         for name in ("git", "versions", "devices", "environment"):
-            if session[name] != manifest[name] and name not in changed:
-                changed.append(name)
-    return changed
+            if words := change(name, session[name], manifest[name]):
+                changed.setdefault(name, words)
+    return list(changed.values())
+
+
+def change(name: str, before: Any, now: Any) -> str:
+    """What became of an entry, such as `versions (python 3.11.7 -> 3.12.1)`; empty if it stayed what it was."""
+    if before == now:
+        return ""
+    if isinstance(before, dict) and isinstance(now, dict):
+        keys = [key for key in before | now if before.get(key) != now.get(key)]
+        return f"{name} ({', '.join(f'{key} {before.get(key)} -> {now.get(key)}' for key in keys)})"
+    return f"{name} ({before} -> {now})"
 
 
 def command(argv: Sequence[str]) -> str:

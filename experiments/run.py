@@ -71,6 +71,7 @@ def run(loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: ric
         raise UserError(str(error)) from error
     digest = configs.config_hash(config)
     path = out_dir / f"{experiment.name}-{digest[:8]}-{config.seed}"
+    _warn_of_other_code(path)
     with RunDirectory.open(path) as run_dir:
         _begin(run_dir, digest, config, comment, argv)
         found = results.plain(_compute(experiment, config, run_dir))
@@ -89,6 +90,14 @@ def run(loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: ric
     return 1 if failures else 0
 
 
+def _warn_of_other_code(path: pathlib.Path) -> None:
+    """A finished run has the name of this one, which says nothing of the code that made it."""
+    if (path / SUMMARY).exists():
+        words = manifest.change("git", files.read_json(path / MANIFEST)["git"], manifest.git_state(manifest.ROOT))
+        if words:
+            print(f"warning: {path} was made by another revision of the code: {words}", file=sys.stderr)
+
+
 def _begin(run_dir: RunDirectory, digest: str, config: Any, comment: str, argv: Sequence[str]) -> None:
     """Writes config and manifest, or checks that an unfinished run is this one."""
     present = manifest.begin(run_dir.path.name, digest, config.seed, argv)
@@ -100,8 +109,8 @@ def _begin(run_dir: RunDirectory, digest: str, config: Any, comment: str, argv: 
             )
         present = manifest.resume(present, earlier)
         print(f"resuming {run_dir.path}", file=sys.stderr)
-        for name in manifest.differences(present):
-            print(f"warning: {name} is not as it was when the run began; its finished parts are kept", file=sys.stderr)
+        for words in manifest.differences(present):
+            print(f"warning: since the run began changed {words}; its finished parts are kept", file=sys.stderr)
     files.write_text(run_dir.path / CONFIG, configs.dump(config, comment))
     run_dir.write_json(MANIFEST, present)
 

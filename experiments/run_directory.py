@@ -23,7 +23,7 @@ from typing import Any, Self
 
 import polars as pl
 
-from experiments import files
+from experiments import files, manifest
 from experiments.errors import UserError
 
 SUMMARY, REPORT, CONFIG, MANIFEST = "summary.json", "report.html", "config.yaml", "manifest.json"
@@ -131,15 +131,17 @@ class RunDirectory(Folder):
         Raises:
           UserError: an unfinished run is taken up with another value, so that its parts would not belong together.
         """
-        manifest = self.read_json(MANIFEST)
-        inputs = manifest["inputs"]
-        for name, value in entries.items():
-            if inputs.setdefault(name, value) != value:
-                raise UserError(
-                    f"{name} is {value!r}, but {self.path} was begun with {inputs[name]!r}; restore it, or choose "
-                    "another --out_dir"
-                )
-        self.write_json(MANIFEST, manifest)
+        known = self.read_json(MANIFEST)
+        inputs = known["inputs"]
+        changes = [manifest.change(name, inputs.get(name, value), value) for name, value in entries.items()]
+        if any(changes):
+            since = manifest.differences(known)
+            raise UserError(
+                f"{self.path} was begun with other inputs: {', '.join(filter(None, changes))}; "
+                + (f"since then changed {', '.join(since)}; " if since else "")
+                + "restore what it was begun with, or choose another --out_dir"
+            )
+        self.write_json(MANIFEST, known | {"inputs": inputs | entries})
 
 
 def experiment_of(path: pathlib.Path) -> str:

@@ -201,8 +201,8 @@ def test_a_run_killed_in_a_part_resumes_behind_the_last_finished_one(call, confi
     assert "resuming" in err
     assert files.read_parquet(only_run() / "steps.parquet")[:3].equals(first)
     # The killed process saw one device, this one sees eight: the parts were not computed alike.
-    assert "warning: devices is not as it was" in err
-    assert "changed in between: devices" in (only_run() / "report.html").read_text()
+    assert "warning: since the run began changed devices (count 1 -> 8)" in err
+    assert "changed in between: devices (count 1 -&gt; 8)" in (only_run() / "report.html").read_text()
     sessions = files.read_json(only_run() / "manifest.json")["earlier_sessions"]
     assert [session["devices"]["count"] for session in sessions] == [1]
 
@@ -222,7 +222,22 @@ def test_a_run_is_not_resumed_with_other_inputs(call, config, monkeypatch):
     call("run", config)
     monkeypatch.setenv("FAKE_TRACE", "another file")
     code, _, err = call("run", config)
-    assert (code, "trace_sha256 is 'another file', but" in err) == (2, True)
+    assert (code, "was begun with other inputs: trace_sha256 (abc -> another file); restore" in err) == (2, True)
+    monkeypatch.setattr(manifest, "versions", lambda: {"python": "4.0"})
+    assert "; since then changed versions (python " in call("run", config)[2]
+
+
+def test_a_finished_run_that_other_code_made_says_so(call, config, monkeypatch):
+    here = {"revision": "a" * 40, "dirty": False}
+    monkeypatch.setattr(manifest, "git_state", lambda root: here)
+    call("run", config)
+    assert "warning" not in call("run", config)[2]
+    monkeypatch.setattr(manifest, "git_state", lambda root: here | {"revision": "b" * 40})
+    code, _, err = call("run", config)
+    warning, error = err.splitlines()
+    assert code == 2
+    assert f"was made by another revision of the code: git (revision {'a' * 40} -> {'b' * 40})" in warning
+    assert "is finished and is not overwritten" in error
 
 
 def test_a_run_killed_at_any_write_is_unfinished_and_resumes_without_loss(call, config, monkeypatch):

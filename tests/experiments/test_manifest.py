@@ -49,10 +49,22 @@ def test_a_resumed_run_keeps_its_inputs_and_tells_what_changed():
     second = manifest.resume(manifest.begin("x-1-0", "hash", 0, []), first)
     assert second["inputs"] == {"trace": "abc"}
     assert manifest.differences(second) == []
-    other = manifest.begin("x-1-0", "hash", 0, []) | {"versions": {"jax": "0"}, "git": None}
+    other = first | {"versions": first["versions"] | {"jax": "0"}, "git": "other"}
     third = manifest.resume(other, second)
     assert len(third["earlier_sessions"]) == 2
-    assert manifest.differences(third) == ["git", "versions"]
+    assert manifest.differences(third) == [
+        f"git ({first['git']} -> other)",
+        f"versions (jax {first['versions']['jax']} -> 0)",
+    ]
+
+
+def test_a_change_names_what_changed_and_nothing_else():
+    assert manifest.change("git", {"revision": "a", "dirty": False}, {"revision": "a", "dirty": False}) == ""
+    assert (
+        manifest.change("v", {"jax": "1", "numpy": "2"}, {"jax": "1", "flax": "3"})
+        == "v (numpy 2 -> None, flax None -> 3)"
+    )
+    assert manifest.change("sha256", "a", "b") == "sha256 (a -> b)"
 
 
 def test_flags_that_change_what_is_compiled_are_recorded(monkeypatch):

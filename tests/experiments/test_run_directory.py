@@ -110,9 +110,14 @@ def test_a_read_only_place_is_named():
 
 def test_inputs_are_recorded_once_and_must_not_change(tmp_path):
     with RunDirectory.open(tmp_path / "run") as run_dir:
-        run_dir.write_json(MANIFEST, {"inputs": {}, "seeds": [0]})
+        run_dir.write_json(MANIFEST, {"inputs": {}, "earlier_sessions": []})
         run_dir.add_manifest(trace_sha256="abc", requests=200)
         run_dir.add_manifest(trace_sha256="abc")
-        assert run_dir.read_json(MANIFEST) == {"inputs": {"trace_sha256": "abc", "requests": 200}, "seeds": [0]}
-        with pytest.raises(UserError, match=r"trace_sha256 is 'xyz', but .* was begun with 'abc'"):
+        assert run_dir.read_json(MANIFEST) == {
+            "inputs": {"trace_sha256": "abc", "requests": 200},
+            "earlier_sessions": [],
+        }
+        with pytest.raises(
+            UserError, match=r"run was begun with other inputs: trace_sha256 \(abc -> xyz\); restore what"
+        ):
             run_dir.add_manifest(trace_sha256="xyz")
