@@ -14,11 +14,12 @@ from paxkv.contiguous import VAttention, VAttentionState
 from paxkv.cost_model import StepCost
 from paxkv.engine import Decode, Engine, EngineState, StepRecord, all_ended, init_engine, run_steps
 from paxkv.kv_cache import Attend, KVCache, init_kv_cache
-from paxkv.memory import Ask, KVMemory, MapCalls, Usage, usage
+from paxkv.memory import Ask, Content, KVMemory, MapCalls, Usage, content
 from paxkv.model_shapes import KVShape, model_shape
 from paxkv.outcomes import Faults, MemoryFaultError, Outcome, raise_on_fault
 from paxkv.page_groups import PageGroups
-from paxkv.paged import Paged, PagedState
+from paxkv.paged import Paged
+from paxkv.paged_state import PagedState
 from paxkv.requests import Progress, Reason, Requests, Status, make_requests
 from paxkv.reserved import Reserved, ReservedState
 from paxkv.scheduler import Plan, SchedulerState, commit, init_scheduler, schedule
@@ -72,6 +73,5 @@ __all__ = [
     "require_invariants",
     "run_steps",
     "schedule",
-    "usage",
     "violations",
 ]

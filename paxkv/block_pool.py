@@ -1,9 +1,10 @@
-"""Physical blocks: which are free, and how many tables refer to each that is not.
+"""Physical blocks: in which order the free ones are taken, and how many references each of the others has.
 
-The free blocks are a sparse set (Briggs and Torczon, 1993): a packed stack of ids, and for each id its place on the
-stack. A block is free if the place it remembers lies on the stack and holds its id, so taking a block off the stack
-writes nothing at all, and whether a block is free is one look-up. Taking and giving back cost what is moved, never
-what the pool holds: a step of 256 rows costs the same over 22,888 blocks as over eight times as many.
+The free blocks form one queue, taken from its front. It lies in a linear array with room on both sides, so that any
+number of blocks joins at either end with one scatter, and each block remembers its place, so that it can leave from
+anywhere: it leaves a hole that the front skips when it gets there. Taking a block off the front writes nothing at
+all. A transition costs what it moves, never what the pool holds, but for one thing: when one side of the array is
+used up, the queue moves back to the middle. That takes a pass over the array, once for at least `num_blocks` joins.
 """
 
 import dataclasses
@@ -13,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from paxkv.control_flow import run_if
+
 
 @typing.no_type_check
 @jax.tree_util.register_dataclass
@@ -20,29 +23,33 @@ from jaxtyping import Array, Bool, Int32
 class BlockPool:
     """`num_blocks` blocks. The sentinel for "no block" is `num_blocks`: scatters drop it, gathers fill it."""
 
-    free_ids: jax.Array  # i32[num_blocks]; the first num_free are free, the last of those is taken next
-    free_places: jax.Array  # i32[num_blocks]; where a free block stands in free_ids; anything for a held one
+    queue: jax.Array  # i32[3 * num_blocks]; ids from head to tail are free, a hole is the sentinel
+    head: jax.Array  # i32[]; the next block to be taken stands here or behind it
+    tail: jax.Array  # i32[]
+    places: jax.Array  # i32[num_blocks]; where a free block stands in the queue; anything for a held one
     num_free: jax.Array  # i32[]
-    extra_refs: jax.Array  # i32[num_blocks]; table entries that refer to a block beyond the first
+    extra_refs: jax.Array  # i32[num_blocks]; references to a block beyond the first; 0 for a free one
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool, free or not."""
-        return self.free_ids.shape[0]
+        return self.places.shape[0]
 
     @property
     def ref_counts(self) -> jax.Array:
-        """Table entries that refer to each block, 0 for a free one: i32[num_blocks]."""
+        """References to each block, 0 for a free one: i32[num_blocks]."""
         everyone = jnp.arange(self.num_blocks, dtype=jnp.int32)
         return jnp.where(is_free(self, everyone), 0, 1 + self.extra_refs)
 
 
 def init_block_pool(num_blocks: int) -> BlockPool:
     """A pool of free blocks, handed out in ascending order of id."""
-    descending = jnp.arange(num_blocks - 1, -1, -1, dtype=jnp.int32)
+    ids = jnp.arange(num_blocks, dtype=jnp.int32)
     return BlockPool(
-        free_ids=descending,
-        free_places=jnp.copy(descending),
+        queue=jnp.full(3 * num_blocks, num_blocks, jnp.int32).at[num_blocks : 2 * num_blocks].set(ids),
+        head=jnp.int32(num_blocks),
+        tail=jnp.int32(2 * num_blocks),
+        places=ids + num_blocks,
         num_free=jnp.int32(num_blocks),
         extra_refs=jnp.zeros(num_blocks, jnp.int32),
     )
@@ -50,59 +57,173 @@ def init_block_pool(num_blocks: int) -> BlockPool:
 
 def is_free(pool: BlockPool, ids: Int32[Array, " n"]) -> Bool[Array, " n"]:
     """Whether each block is free; False for an id that is not of this pool."""
-    places = pool.free_places.at[ids].get(mode="fill", fill_value=pool.num_blocks)
-    there = pool.free_ids.at[places].get(mode="fill", fill_value=pool.num_blocks)
-    return (places < pool.num_free) & (there == ids)
+    place = pool.places.at[ids].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    there = pool.queue.at[place].get(mode="fill", fill_value=pool.num_blocks, wrap_negative_indices=False)
+    return (place >= pool.head) & (place < pool.tail) & (there == ids)
 
 
-def take(pool: BlockPool, wanted: Bool[Array, " n"]) -> tuple[BlockPool, Int32[Array, " n"], Bool[Array, ""]]:
+def take(
+    pool: BlockPool, wanted: Bool[Array, " n"], ranking: Int32[Array, " num_blocks"] | None = None
+) -> tuple[BlockPool, Int32[Array, " n"], Bool[Array, ""]]:
     """Takes one block for each wanted place, all of them or none.
+
+    Args:
+      pool: the pool.
+      wanted: places that need a block.
+      ranking: if given, blocks of lower rank are taken first, and only those of equal rank in the order of the queue.
+        That sorts the whole queue.
 
     Returns:
       The pool, the ids (the sentinel where none was wanted, and everywhere if there were too few), and
       whether the pool could serve.
     """
     rank = jnp.cumsum(wanted, dtype=jnp.int32)  # 1 for the first block taken
-    count = rank[-1]
-    ok = count <= pool.num_free
-    # Look only at the top of the stack: a gather from all of it would be charged, and split over threads, as if it
-    # read all of it.
-    depth = min(wanted.shape[0], pool.num_blocks)
-    base = jnp.maximum(pool.num_free - depth, 0)
-    top = jax.lax.dynamic_slice(pool.free_ids, (base,), (depth,))
-    source = jnp.where(wanted & ok, pool.num_free - rank - base, depth)
-    ids = top.at[source].get(mode="fill", fill_value=pool.num_blocks)
-    return dataclasses.replace(pool, num_free=pool.num_free - jnp.where(ok, count, 0)), ids, ok
+    ok = rank[-1] <= pool.num_free
+    count = jnp.where(ok, rank[-1], 0)
+    if ranking is None:
+        head, found = _front(pool, count, wanted.shape[0])
+        pool = dataclasses.replace(pool, head=head)
+    else:
+        queue, found = _lowest(pool, ranking, count, wanted.shape[0])
+        pool = dataclasses.replace(pool, queue=queue)
+    ids = found.at[jnp.where(wanted & ok, rank - 1, wanted.shape[0])].get(mode="fill", fill_value=pool.num_blocks)
+    return dataclasses.replace(pool, num_free=pool.num_free - count), ids, ok
 
 
-def give_back(pool: BlockPool, ids: Int32[Array, " n"]) -> tuple[BlockPool, Bool[Array, ""]]:
-    """Drops one reference to each block; a block that nobody refers to any more becomes free.
+def _front(pool: BlockPool, count: Int32[Array, ""], most: int) -> tuple[Int32[Array, ""], Int32[Array, " most"]]:
+    """The first `count` (at most `most`) blocks of the queue, and where the queue begins without them.
 
-    The sentinel marks places with nothing to return. The last block given back is the first taken again: its
-    memory is the warmest, and the tail of a finished sequence is the part that nobody else wants.
-
-    Returns:
-      The pool, and whether every id was a held block of this pool and none was listed twice. If not, nothing is
-      given back at all.
+    Looks at the front of the queue only, a window at a time: a gather from all of it would be charged, and split over
+    threads, as if it read all of it. More than one window is needed only if there are holes.
     """
     none = pool.num_blocks
+    depth = min(most, none)
+
+    def look(carry: tuple) -> tuple:
+        head, got, found = carry
+        base = jnp.minimum(head, pool.queue.shape[0] - depth)
+        window = jax.lax.dynamic_slice(pool.queue, (base,), (depth,))
+        place = base + jnp.arange(depth, dtype=jnp.int32)
+        here = (window != none) & (place >= head) & (place < pool.tail)
+        rank = got + jnp.cumsum(here, dtype=jnp.int32)
+        found = found.at[jnp.where(here & (rank <= count), rank - 1, most)].set(window, mode="drop")
+        enough = rank[-1] >= count
+        head = base + jnp.where(enough, jnp.argmax(rank == count).astype(jnp.int32) + 1, depth)
+        return head, jnp.minimum(rank[-1], count), found
+
+    start = (pool.head, jnp.int32(0), jnp.full(most, none, jnp.int32))
+    head, _, found = jax.lax.while_loop(lambda carry: carry[1] < count, look, start)
+    return head, found
+
+
+def _lowest(
+    pool: BlockPool, ranking: Int32[Array, " num_blocks"], count: Int32[Array, ""], most: int
+) -> tuple[Int32[Array, " places"], Int32[Array, " most"]]:
+    """The first `count` blocks by rank, then by place, and the queue with holes where they stood."""
+    none, size = pool.num_blocks, pool.queue.shape[0]
+    place = jnp.arange(size, dtype=jnp.int32)
+    here = (pool.queue != none) & (place >= pool.head) & (place < pool.tail)
+    order = jnp.lexsort((ranking.at[pool.queue].get(mode="fill", fill_value=0), ~here)).astype(jnp.int32)
+    chosen = order[: min(most, size)]
+    chosen = jnp.where(jnp.arange(chosen.shape[0], dtype=jnp.int32) < count, chosen, size)
+    found = jnp.full(most, none, jnp.int32).at[: chosen.shape[0]].set(
+        pool.queue.at[chosen].get(mode="fill", fill_value=none)
+    )
+    return pool.queue.at[chosen].set(none, mode="drop"), found
+
+
+def retain(pool: BlockPool, ids: Int32[Array, " n"]) -> BlockPool:
+    """Adds one reference to each block, free or held; a free one leaves the queue. The sentinel marks empty places."""
+    none, size = pool.num_blocks, pool.queue.shape[0]
+    free = is_free(pool, ids)
+    place = pool.places.at[ids].get(mode="fill", fill_value=size)
+    places, first = _mark_one_each(pool.places, ids)
+    freed = free & first
+    return dataclasses.replace(
+        pool,
+        queue=pool.queue.at[jnp.where(freed, place, size)].set(none, mode="drop"),
+        places=places,
+        num_free=pool.num_free - jnp.sum(freed, dtype=jnp.int32),
+        # The first reference to a free block is not an extra one.
+        extra_refs=pool.extra_refs.at[jnp.where(freed, none, ids)].add(1, mode="drop"),
+    )
+
+
+def give_back(
+    pool: BlockPool,
+    ids: Int32[Array, " n"],
+    to_back: Bool[Array, " n"] | None = None,
+) -> tuple[BlockPool, Bool[Array, ""]]:
+    """Drops one reference to each block; a block that nobody refers to any more becomes free.
+
+    The last block listed is the first to join the queue. Without `to_back`, and where it is False, blocks join at
+    the front, so that the one listed last is taken next: its memory is the warmest. Elsewhere they join at the back,
+    the one listed last before the others: the tail of a sequence is the part that the fewest others want.
+
+    Args:
+      pool: the pool.
+      ids: a block for each reference to drop. The sentinel marks places with nothing to return.
+      to_back: blocks that, if they become free, are to be taken last of all.
+
+    Returns:
+      The pool, and whether every id was a block of this pool with as many references as it was listed times. If not,
+      nothing is given back at all.
+    """
+    none, size = pool.num_blocks, pool.queue.shape[0]
     known = (ids >= 0) & (ids < none)
     held = known & ~is_free(pool, ids)
+    at = jnp.where(held, ids, none)
+    extra_refs = pool.extra_refs.at[at].add(-1, mode="drop")
+    left = extra_refs.at[at].get(mode="fill", fill_value=0)
+    ok = ~jnp.any((ids != none) & (~held | (left < -1)))
+    extra_refs = extra_refs.at[jnp.where(ok, none, at)].add(1, mode="drop")  # as it was, if anything is wrong
 
-    # Each place writes itself beside its block; of a block that is listed twice, one place finds the other's mark.
-    # What a held block remembers there means nothing, so this needs no undoing.
-    place = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    marks = pool.free_places.at[jnp.where(held, ids, none)].set(place, mode="drop")
-    twice = held & (marks.at[ids].get(mode="fill", fill_value=none) != place)
-    ok = ~jnp.any((ids != none) & (~held | twice))
+    places, one_each = _mark_one_each(pool.places, at)
+    freed = held & ok & (left == -1) & one_each
+    behind = freed & to_back if to_back is not None else jnp.zeros_like(freed)
+    before = freed & ~behind
+    rank_before = jnp.cumsum(before, dtype=jnp.int32)
+    rank_behind = jnp.cumsum(behind, dtype=jnp.int32)
+    num_before, num_behind = rank_before[-1], rank_behind[-1]
 
-    shared = pool.extra_refs.at[ids].get(mode="fill", fill_value=0) > 0
-    freed = held & ~shared & ok
-    top = pool.num_free + jnp.cumsum(freed, dtype=jnp.int32)  # height of the stack once this block lies on it
-    freed_ids = jnp.where(freed, ids, none)
+    pool = dataclasses.replace(pool, places=places)
+    cramped = (num_before > pool.head) | (num_behind > size - pool.tail)
+    pool = run_if(cramped, _recentre, pool)
+    place = jnp.where(before, pool.head - rank_before, pool.tail + num_behind - rank_behind)
     return BlockPool(
-        free_ids=pool.free_ids.at[jnp.where(freed, top - 1, none)].set(ids, mode="drop"),
-        free_places=marks.at[freed_ids].set(top - 1, mode="drop"),
-        num_free=top[-1],
-        extra_refs=pool.extra_refs.at[jnp.where(held & shared & ok, ids, none)].add(-1, mode="drop"),
+        queue=pool.queue.at[jnp.where(freed, place, size)].set(ids, mode="drop"),
+        head=pool.head - num_before,
+        tail=pool.tail + num_behind,
+        places=pool.places.at[jnp.where(freed, ids, none)].set(place, mode="drop"),
+        num_free=pool.num_free + num_before + num_behind,
+        extra_refs=extra_refs.at[jnp.where(freed, ids, none)].set(0, mode="drop"),
     ), ok
+
+
+def _mark_one_each(
+    places: Int32[Array, " num_blocks"], ids: Int32[Array, " n"]
+) -> tuple[Int32[Array, " num_blocks"], Bool[Array, " n"]]:
+    """Of all places in `ids` that name the same block, the last one.
+
+    Writes to `places`, whose entries mean nothing for a held block: each place leaves its mark beside its block, and
+    one of them finds its own there.
+    """
+    place = jnp.arange(ids.shape[0], dtype=jnp.int32)
+    marks = places.at[ids].set(-1, mode="drop").at[ids].max(place, mode="drop")
+    return marks, marks.at[ids].get(mode="fill", fill_value=-1) == place
+
+
+def _recentre(pool: BlockPool) -> BlockPool:
+    """Moves the queue to the middle of its array and closes its holes."""
+    none, size = pool.num_blocks, pool.queue.shape[0]
+    place = jnp.arange(size, dtype=jnp.int32)
+    here = (pool.queue != none) & (place >= pool.head) & (place < pool.tail)
+    moved = none + jnp.cumsum(here, dtype=jnp.int32) - 1
+    ids = jnp.where(here, pool.queue, none)
+    return dataclasses.replace(
+        pool,
+        queue=jnp.full(size, none, jnp.int32).at[jnp.where(here, moved, size)].set(ids, mode="drop"),
+        head=jnp.int32(none),
+        tail=none + pool.num_free,
+        places=pool.places.at[ids].set(moved, mode="drop"),
+    )

@@ -12,8 +12,11 @@ from jaxtyping import Array, Bool, Int32
 
 from paxkv.block_tables import blocks_for
 from paxkv.contiguous import VAttention, VAttentionState
-from paxkv.memory import KVMemory, usage
-from paxkv.paged import Paged, PagedState
+from paxkv.hash_table import WIDTH
+from paxkv.memory import KVMemory
+from paxkv.paged import Paged
+from paxkv.paged_state import PagedState
+from paxkv.prefix_cache import BROKEN
 from paxkv.reserved import Reserved, ReservedState
 from paxkv.seqs import Seqs
 
@@ -76,28 +79,72 @@ def _of_seqs(memory: KVMemory[Any], seqs: Seqs) -> Counts:
 
 
 def _of_paged(memory: Paged, state: PagedState) -> Counts:
-    pool, tables = state.pool, state.tables
-    num_blocks = memory.num_blocks
-    place = jnp.arange(num_blocks, dtype=jnp.int32)
-    free_at = jnp.where(place < pool.num_free, pool.free_ids, num_blocks)
-    times_free = jnp.zeros(num_blocks, jnp.int32).at[free_at].add(1, mode="drop", wrap_negative_indices=False)
-    mentions = jnp.zeros(num_blocks, jnp.int32).at[tables].add(1, mode="drop", wrap_negative_indices=False)
+    pool, none = state.pool, memory.num_blocks
+    place = jnp.arange(pool.queue.shape[0], dtype=jnp.int32)
+    free_at = jnp.where((place >= pool.head) & (place < pool.tail), pool.queue, none)
+    times_free = _mentions(free_at, none)
+    mentions = sum((_mentions(table.ids, none) for table in state.tables), jnp.zeros(none, jnp.int32))
+    if state.copies is not None:
+        mentions += _mentions(state.copies.sources, none) + _mentions(state.copies.destinations, none)
+    if state.pins is not None:
+        mentions += state.pins
     used = _count(pool.ref_counts > 0)
-
-    known = (tables >= 0) & (tables < num_blocks)
-    column = jnp.arange(memory.blocks_per_seq, dtype=jnp.int32)[None, :]
-    needed = column < blocks_for(state.seqs.lengths, memory.block_size)[:, None]
-    in_order = jnp.sort(tables, axis=1)
-    return {
+    counts = {
         "free_ids_are_unique_blocks": _count(times_free > 1) + jnp.abs(jnp.sum(times_free) - pool.num_free),
         "free_blocks_have_no_references": _count((times_free > 0) != (pool.ref_counts == 0)),
         "free_blocks_were_not_shared": _count((pool.extra_refs < 0) | ((times_free > 0) & (pool.extra_refs != 0))),
-        "free_and_used_are_all": jnp.abs(pool.num_free + used - num_blocks),
+        "free_and_used_are_all": jnp.abs(pool.num_free + used - none),
         "references_are_table_entries": _count(mentions != pool.ref_counts),
-        "tables_cover_lengths": _count(needed & ~known),
-        "tables_hold_no_old_ids": _count(~needed & (tables != num_blocks)),
-        "no_block_twice_in_a_table": _count((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] < num_blocks)),
+        "tables_cover_lengths": jnp.int32(0),
+        "tables_hold_no_old_ids": jnp.int32(0),
+        "no_block_twice_in_a_table": jnp.int32(0),
+        "shared_blocks_are_full_unless_forked": jnp.int32(0),
     }
+    for group, table in zip(memory.layer_groups, state.tables, strict=True):
+        column = jnp.arange(table.ids.shape[1], dtype=jnp.int32)[None, :]
+        needed = column < blocks_for(state.seqs.lengths, group.block_size)[:, None]
+        filled = (column >= table.first[:, None]) & (column < table.end[:, None])
+        known = (table.ids >= 0) & (table.ids < none)
+        in_order = jnp.sort(table.ids, axis=1)
+        out_of_view = (group.out_of_view(state.seqs.lengths) // group.block_size)[:, None]
+        full = (column + 1) * group.block_size <= state.seqs.lengths[:, None]
+        shared = pool.extra_refs.at[table.ids].get(mode="fill", fill_value=0) > 0
+        counts["tables_cover_lengths"] += _count(needed & ~known & (column >= out_of_view)) + _count(filled & ~known)
+        counts["tables_hold_no_old_ids"] += _count(~filled & (table.ids != none)) + _count(
+            (table.first < 0) | (table.first > table.end) | (~state.seqs.active & (table.end != 0))
+        )
+        counts["no_block_twice_in_a_table"] += _count((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] < none))
+        if state.copies is None and state.pins is None:
+            counts["shared_blocks_are_full_unless_forked"] += _count(shared & filled & ~full)
+    if memory.cache is not None:
+        counts |= _of_contents(memory, state)
+    return counts
+
+
+def _of_contents(memory: Paged, state: PagedState) -> Counts:
+    """What a prefix cache adds: records, hash table and chains say the same."""
+    contents, chain, none = state.contents, state.chains, memory.num_blocks
+    content, parent, entry = (contents.records[:, column] for column in range(3))
+    cached = content != 0
+    blocks = contents.table[:, WIDTH:].reshape(-1)
+    listed = _mentions(blocks, none)
+    there = blocks.at[entry].get(mode="fill", fill_value=none)
+    everyone = jnp.arange(none, dtype=jnp.int32)
+    covered = jnp.where(chain.contents == BROKEN, 0, chain.contents)
+    return {
+        "cached_blocks_are_listed_once": _count(listed != cached.astype(jnp.int32)),
+        "entries_lead_to_their_blocks": _count(cached & (there != everyone)),
+        "no_entry_is_left_claimed": _count((blocks < 0) | (blocks > none)),
+        "contents_are_younger_than_their_parents": _count(cached & (content <= parent)),
+        "contents_were_given_out": _count((content < 0) | (content >= contents.next_content))
+        + _count(covered >= contents.next_content),
+        "uncached_blocks_have_no_record": _count(~cached[:, None] & (contents.records != 0)),
+        "chains_cover_stored_tokens": _count((chain.hashed < 0) | (chain.hashed > state.seqs.lengths)),
+    }
+
+
+def _mentions(ids: Int32[Array, "..."], none: int) -> Int32[Array, " num_blocks"]:
+    return jnp.zeros(none, jnp.int32).at[ids].add(1, mode="drop", wrap_negative_indices=False)
 
 
 def _of_vattention(memory: VAttention, state: VAttentionState) -> Counts:
@@ -132,7 +179,7 @@ def _of_reserved(memory: Reserved, state: ReservedState) -> Counts:
 
 def _of_usage(memory: KVMemory[Any], state: Any) -> Counts:
     seqs = memory.seqs(state)
-    used = usage(memory, state, jnp.maximum(seqs.promised, seqs.lengths))
+    used = memory.usage(state, jnp.maximum(seqs.promised, seqs.lengths))
     kinds = jnp.stack([used.tokens, used.reserved, used.internal, used.external])
     given = used.tokens + used.reserved + used.internal
     return {

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.contiguous_attention import contiguous_attention
-from paxkv.memory import Ask, MapCalls, no_map_calls, require_int32
+from paxkv.memory import Ask, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.outcomes import Outcome, select_outcome
 from paxkv.seqs import Seqs, advance, check_append, init_seqs, occupy, vacate
 from paxkv.sizes import require_int
@@ -195,6 +195,19 @@ class VAttention:
         return contiguous_attention(
             q, k, v, starts, state.seqs.lengths, cu_q_lens, max_q_len=max_q_len, backend=backend
         )
+
+    def publish(
+        self,
+        state: VAttentionState,
+        tokens: Int32[Array, " tokens"],
+        cu_lens: Int32[Array, " rows_and_one"],
+        max_new_tokens: int,
+    ) -> VAttentionState:
+        del tokens, cu_lens, max_new_tokens  # nothing is shared
+        return state
+
+    def usage(self, state: VAttentionState, final_lengths: Int32[Array, " rows"]) -> Usage:
+        return usage_of_rows(self.capacity, state.seqs, *self.request_slots(state), final_lengths)
 
     def request_slots(self, state: VAttentionState) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
         given = jnp.where(state.seqs.active, self.room(state), 0)

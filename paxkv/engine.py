@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
 from pallas_kernels.kv_write import kv_write
+from paxkv.control_flow import run_if
 from paxkv.cost_model import StepCost, step_ticks
 from paxkv.kv_cache import Attend, KVCache
-from paxkv.memory import KVMemory, Usage, usage
+from paxkv.memory import KVMemory, Usage
 from paxkv.requests import Requests, Status, final_lengths
 from paxkv.sampling import sample
 from paxkv.scheduler import (
@@ -175,7 +176,7 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
 
     outputs = _book_outputs(state.outputs, scheduled, plan, requests, tokens, margins, now)
     stored_at_end = final_lengths(requests, memory.max_len).at[request].get(mode="fill", fill_value=0)
-    used = usage(memory, scheduled.memory, stored_at_end)
+    used = memory.usage(scheduled.memory, stored_at_end)
     after = commit(memory, requests, scheduled, plan, tokens, now)
     calls_after = memory.map_calls(after.memory)
 
@@ -249,17 +250,8 @@ def _forward(
     most = jnp.max(plan.new_tokens)
     vocab = jax.eval_shape(lambda c: compute(c, rows, 1)[1], cache).shape[1]
     carry = (cache, jnp.zeros((rows, vocab), jnp.float32))
-    carry = _run_if(most == 1, lambda c: compute(c[0], rows, 1), carry)
-    return _run_if(most > 1, lambda c: compute(c[0], budget, budget), carry)
-
-
-def _run_if(condition: Bool[Array, ""], body: Callable[[Any], Any], carry: Any) -> Any:
-    """`body(carry)` if the condition holds, else `carry`; in place.
-
-    A loop that runs once or not at all: XLA copies what the branches of a conditional write, here all keys and
-    values in every step, but not what a loop carries.
-    """
-    return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, c: body(c), carry)
+    carry = run_if(most == 1, lambda c: compute(c[0], rows, 1), carry)
+    return run_if(most > 1, lambda c: compute(c[0], budget, budget), carry)
 
 
 def _known_token(

@@ -20,12 +20,36 @@ from paxkv.seqs import Seqs
 State = TypeVar("State")
 
 
+class Content(NamedTuple):
+    """What a request's keys and values depend on, for memories that share what is equal."""
+
+    tokens: Int32[Array, " width"]  # all that are known, then anything
+    adapter: Int32[Array, ""]  # of the weights, 0 for none
+    salt: Int32[Array, ""]  # keeps apart who must not learn from hits what others asked
+    priority: Int32[Array, ""]  # of what it leaves in the cache; lower goes first
+    resumed: Bool[Array, ""]  # it was preempted: its hits are counted apart
+    lookup: Bool[Array, ""]  # whether to look for what is cached, for one who wants all tokens computed
+
+
+def content(tokens: Int32[Array, " width"], adapter: int = 0, salt: int = 0, priority: int = 0) -> Content:
+    """The content of a request that is admitted for the first time."""
+    return Content(
+        tokens=tokens,
+        adapter=jnp.int32(adapter),
+        salt=jnp.int32(salt),
+        priority=jnp.int32(priority),
+        resumed=jnp.bool(False),
+        lookup=jnp.bool(True),
+    )
+
+
 class Ask(NamedTuple):
     """What a request wants from memory when it asks to be admitted."""
 
     known_tokens: Int32[Array, ""]  # prompt, and what it had generated before it was preempted
     prompt_tokens: Int32[Array, ""]
     final_tokens: Int32[Array, ""]  # what it will have stored when it ends; NEVER if longer than a sequence may be
+    content: Content | None = None  # needed by memories with a prefix cache
 
     @property
     def most_tokens(self) -> Int32[Array, ""]:
@@ -152,6 +176,20 @@ class KVMemory(Protocol[State]):
         """
         ...
 
+    def publish(
+        self,
+        state: State,
+        tokens: Int32[Array, " tokens"],
+        cu_lens: Int32[Array, " rows_and_one"],
+        max_new_tokens: int,
+    ) -> State:
+        """Tells which tokens were stored last, row after row, so that a memory can share what is equal.
+
+        After `append`, or after the step was computed, as the memory's policy says. Memories that share nothing do
+        nothing.
+        """
+        ...
+
     def release(self, state: State, rows: Bool[Array, " rows"]) -> State:
         """Takes back everything that the masked sequences hold."""
         ...
@@ -180,8 +218,11 @@ class KVMemory(Protocol[State]):
         """Causal attention of a ragged batch, row by row, over what each row has stored."""
         ...
 
-    def request_slots(self, state: State) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
-        """Slots each request was given, and slots that are thereby out of reach of others (at least as many)."""
+    def usage(self, state: State, final_lengths: Int32[Array, " rows"]) -> Usage:
+        """Splits the capacity into tokens and three kinds of waste.
+
+        `final_lengths` are the tokens that each sequence will have stored when it ends; ignored for free rows.
+        """
         ...
 
     def owners(self, state: State) -> Int32[Array, " units"]:
@@ -193,16 +234,22 @@ class KVMemory(Protocol[State]):
         ...
 
 
-def usage(memory: KVMemory[Any], state: Any, final_lengths: Int32[Array, " rows"]) -> Usage:
-    """Splits the capacity of `memory` into tokens and three kinds of waste.
+def usage_of_rows(
+    capacity: int,
+    seqs: Seqs,
+    given: Int32[Array, " rows"],
+    taken: Int32[Array, " rows"],
+    final_lengths: Int32[Array, " rows"],
+) -> Usage:
+    """The usage of a memory whose sequences share nothing.
 
     Args:
-      memory: the memory.
-      state: its state.
+      capacity: tokens that the budget pays for.
+      seqs: the sequences.
+      given: slots each sequence was given.
+      taken: slots that are thereby out of reach of others, at least as many.
       final_lengths: tokens that each sequence will have stored when it ends; ignored for free rows.
     """
-    seqs = memory.seqs(state)
-    given, taken = memory.request_slots(state)
     fillable = jnp.minimum(given, jnp.maximum(final_lengths, seqs.lengths))
     tokens = jnp.sum(jnp.where(seqs.active, seqs.lengths, 0))
     reserved = jnp.sum(jnp.where(seqs.active, fillable - seqs.lengths, 0))
@@ -211,6 +258,6 @@ def usage(memory: KVMemory[Any], state: Any, final_lengths: Int32[Array, " rows"
         tokens=tokens,
         reserved=reserved,
         internal=internal,
-        external=memory.capacity - tokens - reserved - internal,
+        external=capacity - tokens - reserved - internal,
         allocated=jnp.sum(jnp.where(seqs.active, taken, 0)),
     )

@@ -1,32 +1,31 @@
-"""Paged memory: blocks of a few tokens, handed out on demand and found through a block table."""
+"""Paged memory: blocks handed out on demand and found through block tables, as PagedAttention does."""
 
 import dataclasses
+import math
 import typing
 from collections.abc import Sequence
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.paged_attention import paged_attention
-from paxkv import block_tables
-from paxkv.block_pool import BlockPool, init_block_pool
-from paxkv.block_tables import blocks_for
-from paxkv.memory import Ask, MapCalls, no_map_calls, require_int32
+from paxkv import block_tables, chains, lifecycle, prefix_cache, publishing, sharing
+from paxkv.admission import Hit, adopt, look_up, no_hit
+from paxkv.block_pool import give_back, init_block_pool, take
+from paxkv.block_tables import BlockTable, blocks_for
+from paxkv.cache_stats import no_stats
+from paxkv.control_flow import run_if
+from paxkv.memory import Ask, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.outcomes import Outcome, record, select_outcome
+from paxkv.paged_state import PagedState
+from paxkv.prefix_cache import PrefixCache
 from paxkv.seqs import Seqs, advance, check_append, init_seqs, lowest_free_row, occupy, vacate
 from paxkv.sizes import require_int
+from paxkv.windows import Group
 
-
-@typing.no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class PagedState:
-    """Who owns which block. The blocks of a row are `tables[row, :ceil(lengths[row] / block_size)]`."""
-
-    seqs: Seqs
-    pool: BlockPool
-    tables: jax.Array  # i32[rows, blocks_per_seq]; the sentinel num_blocks where a row has no block
+FreeOrder = Literal["recent_first", "fifo"]
 
 
 @jax.tree_util.register_static
@@ -34,8 +33,20 @@ class PagedState:
 class Paged:
     """Paged memory of `num_blocks` blocks of `block_size` tokens. Implements `KVMemory[PagedState]`.
 
-    `watermark_blocks` are kept back from admissions while anything runs, so that running sequences can grow
-    before one of them has to be preempted.
+    Attributes:
+      rows: most sequences in flight.
+      max_len: most tokens of one sequence.
+      block_size: tokens in a block, if all layers see all tokens.
+      num_blocks: blocks in the pool.
+      watermark_blocks: kept back from admissions while anything runs, so that running sequences can grow before one of
+        them has to be preempted.
+      free_order: `recent_first` takes the block that was given back last, and blocks with cached content after all
+        others; `fifo` takes the one that has been free for longest.
+      cache: how prefixes are cached; None for not at all.
+      lookahead: slots beyond the tokens of a step that each growing sequence is given, for tokens it may draft.
+      forks: whether sequences may be forked; copy-on-write is paid for in every append.
+      groups: of layers, instead of `block_size`, if not all see all tokens.
+      max_chunk: most tokens that a sequence computes in a step, which bounds what a window holds; None for any number.
     """
 
     rows: int
@@ -43,12 +54,29 @@ class Paged:
     block_size: int
     num_blocks: int
     watermark_blocks: int = 0
+    free_order: FreeOrder = "recent_first"
+    cache: PrefixCache | None = None
+    lookahead: int = 0
+    forks: bool = False
+    groups: tuple[Group, ...] = ()
+    max_chunk: int | None = None
 
     def __post_init__(self) -> None:
         """Refuses sizes that are not positive or do not fit int32."""
         for name in ("rows", "max_len", "block_size", "num_blocks"):
             require_int(name, getattr(self, name))
-        require_int("watermark_blocks", self.watermark_blocks, minimum=0)
+        for name in ("watermark_blocks", "lookahead"):
+            require_int(name, getattr(self, name), minimum=0)
+        if self.max_chunk is not None:
+            require_int("max_chunk", self.max_chunk)
+        if self.free_order not in typing.get_args(FreeOrder):
+            raise ValueError(
+                f"free_order: expected one of {', '.join(typing.get_args(FreeOrder))}, got {self.free_order!r}"
+            )
+        if self.groups and self.block_size != self.groups[0].block_size:
+            raise ValueError(
+                f"block_size: expected that of the first group, {self.groups[0].block_size}, got {self.block_size}"
+            )
         require_int32(slots=self.num_slots, table_entries=self.rows * self.blocks_per_seq)
 
     @property
@@ -65,34 +93,107 @@ class Paged:
 
     @property
     def blocks_per_seq(self) -> int:
-        """Width of a block table."""
-        return -(-self.max_len // self.block_size)
+        """Width of the widest block table."""
+        return max(-(-self.max_len // group.block_size) for group in self.layer_groups)
+
+    @property
+    def layer_groups(self) -> tuple[Group, ...]:
+        """The groups of layers: one that sees everything unless `groups` says otherwise."""
+        return self.groups or (Group(self.block_size),)
+
+    @property
+    def alignment(self) -> int:
+        """Tokens of which every hit is a multiple."""
+        return math.lcm(*(group.block_size for group in self.layer_groups))
 
     def init(self) -> PagedState:
-        tables = jnp.full((self.rows, self.blocks_per_seq), self.num_blocks, jnp.int32)
-        return PagedState(seqs=init_seqs(self.rows), pool=init_block_pool(self.num_blocks), tables=tables)
+        groups = self.layer_groups
+        widest = max(group.block_size for group in groups)
+        state = PagedState(
+            seqs=init_seqs(self.rows),
+            pool=init_block_pool(self.num_blocks),
+            tables=tuple(
+                block_tables.init_block_table(self.rows, -(-self.max_len // group.block_size), self.num_blocks)
+                for group in groups
+            ),
+            epoch=jnp.int32(0),
+            copies=sharing.no_copies(self.rows * len(groups), self.num_blocks) if self.forks else None,
+        )
+        if self.cache is None:
+            return state
+        return dataclasses.replace(
+            state,
+            contents=prefix_cache.init_contents(self.cache, self.num_blocks, widest),
+            chains=chains.init_chains(self.rows, groups),
+            stats=no_stats(),
+            pins=jnp.zeros(self.num_blocks, jnp.int32),
+        )
 
     def seqs(self, state: PagedState) -> Seqs:
         return state.seqs
 
     def admit(self, state: PagedState, ask: Ask) -> tuple[PagedState, Int32[Array, ""], Int32[Array, ""]]:
         row, has_row = lowest_free_row(state.seqs)
-        need = blocks_for(ask.known_tokens, self.block_size)
-        owed = jnp.sum(jnp.maximum(blocks_for(state.seqs.promised, self.block_size) - self.held(state), 0))
+        hit = self._hit(state, ask)
+        need = jnp.sum(jnp.maximum(self._most_held(ask.known_tokens, hit.first) - (hit.end - hit.first), 0)) + hit.free
         reserve = jnp.where(jnp.any(state.seqs.active), self.watermark_blocks, 0)
-        most = blocks_for(ask.most_tokens, self.block_size)
+        most = jnp.sum(self._most_held(ask.most_tokens, jnp.zeros_like(hit.first)))
         never = (ask.most_tokens > self.max_len) | (most > self.num_blocks)
-        later = ~has_row | (need + owed + reserve > state.pool.num_free)
+        later = ~has_row | (need + self._owed(state) + reserve > state.pool.num_free)
         outcome = select_outcome((never, Outcome.NEVER), (later, Outcome.LATER))
         ok = outcome == Outcome.OK
-        seqs = occupy(state.seqs, row, ask.known_tokens, ok)
-        return dataclasses.replace(state, seqs=seqs), jnp.where(ok, row, self.rows), outcome
+        row = jnp.where(ok, row, self.rows)
+        state = dataclasses.replace(state, seqs=occupy(state.seqs, row, ask.known_tokens, ok, hit.tokens))
+        if self.cache is not None and ask.content is not None:
+            state = adopt(self, state, row, ask.content, ask.known_tokens, hit)
+        return state, row, outcome
+
+    def _hit(self, state: PagedState, ask: Ask) -> Hit:
+        if self.cache is None:
+            return no_hit(len(self.layer_groups))
+        if ask.content is None:
+            raise ValueError(
+                "ask.content: expected the tokens of the request, as the memory has a prefix cache, got None"
+            )
+        return look_up(self, state, ask.content, ask.known_tokens)
+
+    def _most_held(
+        self, tokens: Int32[Array, "*n"], first: Int32[Array, "*n groups"]
+    ) -> Int32[Array, "*n groups"]:
+        """Blocks that a sequence of so many tokens comes to hold at once, which begins without its `first` ones."""
+        reach = jnp.minimum(tokens + self.lookahead, self.max_len)
+        most = [
+            jnp.minimum(
+                group.most_blocks(reach, self.max_chunk or self.max_len),
+                blocks_for(reach, group.block_size) - first[..., g],
+            )
+            for g, group in enumerate(self.layer_groups)
+        ]
+        return jnp.stack(most, axis=-1)
+
+    def _owed(self, state: PagedState) -> Int32[Array, ""]:
+        """Blocks that sequences were promised when they were admitted, and have not taken yet."""
+        first = jnp.stack([table.first for table in state.tables], axis=-1)
+        end = jnp.stack([table.end for table in state.tables], axis=-1)
+        owed = jnp.maximum(self._most_held(state.seqs.promised, first) - (end - first), 0)
+        return jnp.sum(jnp.where(state.seqs.active[:, None], owed, 0))
 
     def demand(self, state: PagedState, new_lengths: Int32[Array, " rows"]) -> Int32[Array, " rows"]:
-        return blocks_for(new_lengths, self.block_size) - self.held(state)
+        total = jnp.zeros(self.rows, jnp.int32)
+        for group, table in zip(self.layer_groups, state.tables, strict=True):
+            total += jnp.maximum(self._need(state, new_lengths, group) - table.end, 0)
+            if self.forks:
+                writes = sharing.tail_writes(table, state.pool, state.seqs.lengths, new_lengths, group.block_size)
+                total += writes.copies
+        return total
+
+    def _need(self, state: PagedState, new_lengths: Int32[Array, " rows"], group: Group) -> Int32[Array, " rows"]:
+        """Columns of its table that each row must have filled to grow to `new_lengths`; 0 for one that does not."""
+        reach = jnp.minimum(new_lengths + self.lookahead, self.max_len) if self.lookahead else new_lengths
+        return jnp.where(new_lengths > state.seqs.lengths, blocks_for(reach, group.block_size), 0)
 
     def held(self, state: PagedState) -> Int32[Array, " rows"]:
-        return blocks_for(state.seqs.lengths, self.block_size)
+        return sum((table.end - table.first for table in state.tables), jnp.zeros(self.rows, jnp.int32))
 
     def available(self, state: PagedState) -> Int32[Array, ""]:
         return state.pool.num_free
@@ -101,26 +202,127 @@ class Paged:
         self, state: PagedState, new_tokens: Int32[Array, " rows"], max_new_tokens: int
     ) -> tuple[PagedState, Int32[Array, ""]]:
         malformed = check_append(state.seqs, new_tokens, self.max_len, max_new_tokens)
-        new_lengths = state.seqs.lengths + jnp.where(jnp.any(malformed), 0, new_tokens)
-        tables, pool, served = block_tables.grow(
-            state.tables, state.pool, state.seqs.lengths, new_lengths, self.block_size, max_new_tokens
-        )
+        if state.copies is not None:
+            malformed |= (new_tokens != 0) & sharing.pending(state.copies, self.num_blocks)
+        old_lengths = state.seqs.lengths
+        new_lengths = old_lengths + jnp.where(jnp.any(malformed), 0, new_tokens)
+
+        plans, wanted = [], []
+        for group, table in zip(self.layer_groups, state.tables, strict=True):
+            width = -(-(max_new_tokens + self.lookahead) // group.block_size)
+            columns, grows = block_tables.new_columns(table, self._need(state, new_lengths, group), width)
+            writes = None
+            if self.forks:
+                writes = sharing.tail_writes(table, state.pool, old_lengths, new_lengths, group.block_size)
+                wanted.append(writes.copies[:, None])
+            wanted.append(grows)
+            plans.append((columns, grows, writes))
+        wants = jnp.concatenate(wanted, axis=1)
+        ranking = None
+        if self.cache is not None and state.contents is not None:
+            ranking = prefix_cache.ranking(self.cache, state.contents)
+        pool, ids, served = take(state.pool, wants.reshape(-1), ranking)
+        state = self._forget(dataclasses.replace(state, pool=pool), ids)
+
+        ids, at, tables, pairs = ids.reshape(wants.shape), 0, [], []
+        for g, (columns, grows, writes) in enumerate(plans):
+            table = state.tables[g]
+            if writes is not None:
+                copied = writes.copies & served
+                pairs.append(
+                    (jnp.where(copied, writes.blocks, self.num_blocks), jnp.where(copied, ids[:, at], self.num_blocks))
+                )
+                table = sharing.replace_tail(table, old_lengths // self.layer_groups[g].block_size, ids[:, at], copied)
+                state = self._forget(state, jnp.where(writes.alone & served, writes.blocks, self.num_blocks), 0)
+                at += 1
+            width = columns.shape[1]
+            tables.append(block_tables.put(table, columns, ids[:, at : at + width], grows & served))
+            at += width
+        state = dataclasses.replace(state, tables=tuple(tables))
+        if pairs:
+            # Nothing was pending, or nothing was copied now.
+            pool, new = sharing.hold(state.pool, pairs)
+            copies = jax.tree.map(lambda now, old: jnp.where(served & ~jnp.any(malformed), now, old), new, state.copies)
+            state = dataclasses.replace(state, pool=pool, copies=copies)
         seqs, outcome = advance(state.seqs, new_lengths, malformed, served)
-        return PagedState(seqs=seqs, pool=pool, tables=tables), outcome
+        return dataclasses.replace(state, seqs=seqs), outcome
+
+    def _forget(self, state: PagedState, ids: Int32[Array, " n"], counts: int = 1) -> PagedState:
+        """These blocks are about to be written: what they held is lost, which counts as evictions."""
+        if self.cache is None or state.contents is None:
+            return state
+        lost = jnp.sum(prefix_cache.content_of(state.contents, ids) != 0, dtype=jnp.int32)
+        config = self.cache
+        contents = run_if(lost > 0, lambda contents: prefix_cache.forget(config, contents, ids), state.contents)
+        stats = dataclasses.replace(state.stats, evictions=state.stats.evictions + counts * lost)
+        return dataclasses.replace(state, contents=contents, stats=stats)
+
+    def joins_at_back(self, state: PagedState, ids: Int32[Array, " n"]) -> Bool[Array, " n"] | None:
+        """Which of these blocks join the back of the queue if they become free; None for none of them."""
+        if self.free_order == "fifo":
+            return jnp.ones(ids.shape, jnp.bool)
+        if state.contents is None:
+            return None
+        return prefix_cache.content_of(state.contents, ids) != 0
+
+    def publish(
+        self,
+        state: PagedState,
+        tokens: Int32[Array, " tokens"],
+        cu_lens: Int32[Array, " rows_and_one"],
+        max_new_tokens: int,
+    ) -> PagedState:
+        """See `KVMemory.publish`."""
+        if self.cache is None:
+            return state
+        return publishing.publish(self, state, tokens, cu_lens, max_new_tokens)
 
     def release(self, state: PagedState, rows: Bool[Array, " rows"]) -> PagedState:
+        """One row at a time: few rows end in a step, and a pass over all tables would cost as much as all of them.
+
+        The rows are read in one loop and cleared in the next: a loop that did both would copy all tables to keep a row.
+        """
         seqs, released = vacate(state.seqs, rows)
-        tables, pool, bad = block_tables.empty_rows(state.tables, state.pool, released)
-        faults = record(seqs.faults, Outcome.DOUBLE_FREE, bad)
-        return PagedState(seqs=dataclasses.replace(seqs, faults=faults), pool=pool, tables=tables)
+
+        def return_one(carry: tuple) -> tuple:
+            pool, todo, bad = carry
+            row = jnp.argmax(todo)
+            ids = jnp.concatenate([table.ids[row] for table in state.tables])
+            pool, ok = give_back(pool, ids, self.joins_at_back(state, ids))
+            return pool, todo.at[row].set(False), bad.at[row].set(~ok)
+
+        def clear_one(carry: tuple) -> tuple:
+            tables, todo = carry
+            row = jnp.argmax(todo)
+            return tuple(ids.at[row].set(self.num_blocks) for ids in tables), todo.at[row].set(False)
+
+        pool, left, bad = jax.lax.while_loop(
+            lambda carry: jnp.any(carry[1]), return_one, (state.pool, released, jnp.zeros_like(released))
+        )
+        # `left` is empty. It only tells the compiler that the second loop comes after the first.
+        ids, _ = jax.lax.while_loop(
+            lambda carry: jnp.any(carry[1]),
+            clear_one,
+            (tuple(table.ids for table in state.tables), released & ~left),
+        )
+        return dataclasses.replace(
+            state,
+            seqs=dataclasses.replace(seqs, faults=record(seqs.faults, Outcome.DOUBLE_FREE, bad)),
+            pool=pool,
+            tables=tuple(
+                BlockTable(i, jnp.where(released, 0, table.first), jnp.where(released, 0, table.end))
+                for i, table in zip(ids, state.tables, strict=True)
+            ),
+            chains=None if state.chains is None else chains.clear_chains(state.chains, released),
+        )
 
     def background(self, state: PagedState) -> PagedState:
-        return state
+        return lifecycle.free_out_of_view(self, state)
 
     def slots(
         self, state: PagedState, row: Int32[Array, " tokens"], position: Int32[Array, " tokens"]
     ) -> Int32[Array, " tokens"]:
-        return block_tables.slot_of(state.tables, row, position, self.block_size, self.num_blocks)
+        return block_tables.slot_of(state.tables[0], row, position, self.block_size, self.num_blocks)
 
     def attend(
         self,
@@ -138,20 +340,44 @@ class Paged:
             q,
             k.reshape(in_blocks),
             v.reshape(in_blocks),
-            state.tables,
+            state.tables[0].ids,
             state.seqs.lengths,
             cu_q_lens,
             max_q_len=max_q_len,
             backend=backend,
         )
 
-    def request_slots(self, state: PagedState) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
-        given = self.held(state) * self.block_size
-        return given, given
+    def usage(self, state: PagedState, final_lengths: Int32[Array, " rows"]) -> Usage:
+        if self.cache is None and not self.forks:
+            given = self.held(state) * self.block_size
+            return usage_of_rows(self.capacity, state.seqs, given, given, final_lengths)
+        return self._usage_of_blocks(state, final_lengths)
+
+    def _usage_of_blocks(self, state: PagedState, final_lengths: Int32[Array, " rows"]) -> Usage:
+        """Counts a shared block once: what the sequence furthest in has stored there, and will."""
+        tokens = fillable = jnp.zeros(self.num_blocks, jnp.int32)
+        final = jnp.maximum(final_lengths, state.seqs.lengths)
+        for group, table in zip(self.layer_groups, state.tables, strict=True):
+            begin = group.block_size * jnp.arange(table.ids.shape[1], dtype=jnp.int32)[None, :]
+            stored = jnp.clip(state.seqs.lengths[:, None] - begin, 0, group.block_size)
+            to_come = jnp.clip(final[:, None] - begin, 0, group.block_size)
+            tokens = tokens.at[table.ids].max(stored, mode="drop")
+            fillable = fillable.at[table.ids].max(to_come, mode="drop")
+        held = self.block_size * (self.num_blocks - state.pool.num_free)
+        return Usage(
+            tokens=jnp.sum(tokens),
+            reserved=jnp.sum(fillable - tokens),
+            internal=held - jnp.sum(fillable),
+            external=self.capacity - held,
+            allocated=held,
+        )
 
     def owners(self, state: PagedState) -> Int32[Array, " units"]:
-        row = jnp.broadcast_to(jnp.arange(self.rows, dtype=jnp.int32)[:, None], state.tables.shape)
-        return jnp.full(self.num_blocks, self.rows, jnp.int32).at[state.tables].set(row, mode="drop")
+        owner = jnp.full(self.num_blocks, self.rows, jnp.int32)
+        for table in state.tables:
+            row = jnp.broadcast_to(jnp.arange(self.rows, dtype=jnp.int32)[:, None], table.ids.shape)
+            owner = owner.at[table.ids].min(row, mode="drop")
+        return owner
 
     def map_calls(self, state: PagedState) -> MapCalls:
         del state

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.contiguous_attention import contiguous_attention
 from paxkv.block_tables import cdiv
 from paxkv.buddy import best_fit, ceil_log2, largest_order
-from paxkv.memory import Ask, MapCalls, no_map_calls, require_int32
+from paxkv.memory import Ask, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.outcomes import Outcome, select_outcome
 from paxkv.seqs import Seqs, advance, check_append, init_seqs, lowest_free_row, occupy, vacate
 from paxkv.sizes import require_int
@@ -173,6 +173,19 @@ class Reserved:
         return contiguous_attention(
             q, k, v, state.starts, state.seqs.lengths, cu_q_lens, max_q_len=max_q_len, backend=backend
         )
+
+    def publish(
+        self,
+        state: ReservedState,
+        tokens: Int32[Array, " tokens"],
+        cu_lens: Int32[Array, " rows_and_one"],
+        max_new_tokens: int,
+    ) -> ReservedState:
+        del tokens, cu_lens, max_new_tokens  # nothing is shared
+        return state
+
+    def usage(self, state: ReservedState, final_lengths: Int32[Array, " rows"]) -> Usage:
+        return usage_of_rows(self.capacity, state.seqs, *self.request_slots(state), final_lengths)
 
     def request_slots(self, state: ReservedState) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
         return state.sizes, self.held(state) * self.min_block

@@ -41,13 +41,23 @@ def lowest_free_row(seqs: Seqs) -> tuple[Int32[Array, ""], Bool[Array, ""]]:
     return jnp.where(exists, jnp.argmin(seqs.active).astype(jnp.int32), jnp.int32(rows)), exists
 
 
-def occupy(seqs: Seqs, row: Int32[Array, ""], promised: Int32[Array, ""], ok: Bool[Array, ""]) -> Seqs:
-    """Gives `row` to a sequence that was promised room for `promised` tokens; nothing happens unless `ok`."""
+def occupy(
+    seqs: Seqs,
+    row: Int32[Array, ""],
+    promised: Int32[Array, ""],
+    ok: Bool[Array, ""],
+    stored: Int32[Array, ""] | None = None,
+) -> Seqs:
+    """Gives `row` to a sequence that was promised room for `promised` tokens; nothing happens unless `ok`.
+
+    `stored` of its tokens have their keys and values in memory already; none unless given.
+    """
     at = jnp.where(ok, row, seqs.active.shape[0])
     return dataclasses.replace(
         seqs,
         active=seqs.active.at[at].set(True, mode="drop"),
         promised=seqs.promised.at[at].set(promised, mode="drop"),
+        lengths=seqs.lengths if stored is None else seqs.lengths.at[at].set(stored, mode="drop"),
     )
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from paxkv import block_pool, block_tables, contiguous, memory, paged, reserved, seqs
+from paxkv import block_pool, block_tables, contiguous, paged, reserved, seqs
 from paxkv.contiguous import VAttention
 from paxkv.memory import MapCalls
 from paxkv.outcomes import Outcome, record
@@ -401,11 +401,13 @@ def leaves_rounding_out_of_what_is_taken(patch):
 
 @mutant("observe", "vattention_whole")
 def reports_slots_as_reserved_that_will_never_be_filled(patch):
-    def usage(kind, state, final_lengths):
-        used = memory.usage(kind, state, final_lengths)
+    usage = VAttention.usage
+
+    def all_reserved(self, state, final_lengths):
+        used = usage(self, state, final_lengths)
         return replace(used, reserved=used.reserved + used.internal, internal=jnp.zeros_like(used.internal))
 
-    patch.setattr(lockstep, "usage", usage)
+    patch.setattr(VAttention, "usage", all_reserved)
 
 
 def is_noticed(memory, compiled, seeds: int) -> bool:

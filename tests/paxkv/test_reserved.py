@@ -7,7 +7,6 @@ import jaxtyping
 import numpy as np
 import pytest
 
-from paxkv.memory import usage
 from paxkv.outcomes import MemoryFaultError, Outcome, raise_on_fault
 from paxkv.reserved import Reserved
 from tests.paxkv.oracles.lockstep import Lockstep, ask, ints
@@ -31,7 +30,7 @@ def test_seven_requests_of_2048_fit_the_kv_memory_of_opt_13b():
     state, outcomes = admit_until_full(memory, [ask(100, final=300)] * 9)
     assert outcomes == [Outcome.OK] * 7 + [Outcome.LATER] * 2
     assert sorted(np.asarray(state.starts)[:7].tolist()) == list(range(0, 14_336, 2048))
-    used = usage(memory, state, ints([300] * 9))
+    used = memory.usage(state, ints([300] * 9))
     assert int(used.external) == OPT_13B_SLOTS - 14_336
 
 

@@ -5,7 +5,6 @@ import dataclasses
 import pytest
 
 from paxkv.contiguous import VAttention
-from paxkv.memory import usage
 from paxkv.paged import Paged
 from paxkv.reserved import Reserved
 from tests.paxkv.oracles.lockstep import ints
@@ -18,7 +17,7 @@ def used(memory, stored: list[int], final: list[int], **changes) -> tuple[int, i
     lengths = ints(stored + idle)
     seqs = dataclasses.replace(state.seqs, active=lengths > 0, lengths=lengths, promised=lengths)
     state = dataclasses.replace(state, seqs=seqs, **{name: ints(values) for name, values in changes.items()})
-    found = usage(memory, state, ints(final + idle))
+    found = memory.usage(state, ints(final + idle))
     return tuple(int(n) for n in (found.tokens, found.reserved, found.internal, found.external, found.allocated))
 
 

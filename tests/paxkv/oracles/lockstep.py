@@ -10,7 +10,7 @@ import numpy as np
 
 from paxkv import checks
 from paxkv.contiguous import VAttention
-from paxkv.memory import Ask, usage
+from paxkv.memory import Ask
 from paxkv.outcomes import Outcome
 from paxkv.paged import Paged
 from paxkv.reserved import Reserved
@@ -75,7 +75,7 @@ def max_chunk(memory) -> int:
 def observe(memory, state, new_lengths, final_lengths):
     """What `Oracle.view` tells, of the real memory."""
     seqs = memory.seqs(state)
-    used = usage(memory, state, final_lengths)
+    used = memory.usage(state, final_lengths)
     calls = memory.map_calls(state)
     row, position = jnp.meshgrid(
         jnp.arange(-1, memory.rows + 1, dtype=jnp.int32),
@@ -97,11 +97,10 @@ def observe(memory, state, new_lengths, final_lengths):
         "slots": memory.slots(state, row.reshape(-1), position.reshape(-1)).reshape(row.shape),
     }
     if isinstance(memory, Paged):
-        num_free = state.pool.num_free
         place = jnp.arange(memory.num_blocks)
-        next_free = state.pool.free_ids[(num_free - 1 - place) % memory.num_blocks]
-        view["tables"] = state.tables
-        view["next_free"] = jnp.where(place < num_free, next_free, -1)
+        next_free = state.pool.queue.at[state.pool.head + place].get(mode="fill", fill_value=-1)
+        view["tables"] = state.tables[0].ids
+        view["next_free"] = jnp.where(place < state.pool.num_free, next_free, -1)
         view["references"] = state.pool.ref_counts
     elif isinstance(memory, VAttention):
         view["mapped"] = state.mapped

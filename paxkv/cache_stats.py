@@ -1,0 +1,88 @@
+"""What the prefix cache was asked for, what it had, and why it did not have the rest. All counts are of tokens."""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class CacheStats:
+    """Counts since the start, all i32[]; they wrap around at 2**31, so the difference of two readings stays right.
+
+    A request counts when it is admitted. One that was preempted and comes back is counted apart: it mostly hits what
+    it left behind itself, which says nothing of the workload. Tokens that were not hit are counted under one reason
+    each; the reasons are of first admissions, and but for the first two they are zero unless misses are explained.
+    """
+
+    queries: jax.Array  # tokens of requests admitted for the first time
+    hits: jax.Array  # of these, tokens found
+    resumed_queries: jax.Array
+    resumed_hits: jax.Array
+    below_block: jax.Array  # in the last block of the prompt, which they do not fill
+    last_token: jax.Array  # in a block that is cached, but holds the last token, which must be computed
+    hole: jax.Array  # in a block that is cached, but one before it is not
+    evicted: jax.Array  # in a block that was cached once
+    other_key: jax.Array  # in a block that is or was cached for another adapter, salt or epoch
+    cold: jax.Array  # in a block that was never seen, or is not explained
+    evictions: jax.Array  # blocks whose content was given up for another
+    unpublished: jax.Array  # full blocks that could not be cached for lack of room in the hash table
+
+
+class MissedBlocks(typing.NamedTuple):
+    """What is known of each full block of a prompt beyond the hit."""
+
+    cached: Bool[Array, " n"]
+    was_cached: Bool[Array, " n"]
+    known: Bool[Array, " n"]
+
+
+def no_stats() -> CacheStats:
+    """Nothing was asked for."""
+    return CacheStats(**{field.name: jnp.int32(0) for field in dataclasses.fields(CacheStats)})
+
+
+def count_admission(
+    stats: CacheStats,
+    tokens: Int32[Array, ""],
+    hit_tokens: Int32[Array, ""],
+    resumed: Bool[Array, ""],
+    block_size: int,
+    missed: MissedBlocks,
+    ok: Bool[Array, ""],
+) -> CacheStats:
+    """Counts a prompt of `tokens` tokens of which `hit_tokens` were found; nothing unless `ok`."""
+    block = jnp.arange(missed.cached.shape[0], dtype=jnp.int32)
+    full = tokens // block_size
+    unhit = (block >= hit_tokens // block_size) & (block < full)
+    holds_last = (block + 1) * block_size == tokens
+    first = ok & ~resumed
+    left = unhit
+    counts = {}
+    for name, is_so in (
+        ("last_token", missed.cached & holds_last & (block == hit_tokens // block_size)),
+        ("hole", missed.cached),
+        ("evicted", missed.was_cached),
+        ("other_key", missed.known),
+        ("cold", jnp.ones_like(left)),
+    ):
+        counts[name] = block_size * jnp.sum(left & is_so, dtype=jnp.int32)
+        left = left & ~is_so
+    counts["below_block"] = tokens % block_size
+    now = {
+        "queries": tokens,
+        "hits": hit_tokens,
+        **counts,
+    }
+    changes = {name: getattr(stats, name) + jnp.where(first, value, 0) for name, value in now.items()}
+    again = ok & resumed
+    return dataclasses.replace(
+        stats,
+        resumed_queries=stats.resumed_queries + jnp.where(again, tokens, 0),
+        resumed_hits=stats.resumed_hits + jnp.where(again, hit_tokens, 0),
+        **changes,
+    )

@@ -1,0 +1,104 @@
+"""An open-addressing table from 64-bit keys to blocks: buckets of eight, and two buckets for each key.
+
+A key's entry goes to the emptier of its two buckets (Azar et al., 1994), which at most half full practically never
+overflow. There is no probing beyond the two buckets, so an entry is removed by emptying it: no tombstones, no
+rehashing. A bucket is one row of 64 bytes: eight tags, then the eight blocks they belong to.
+
+The table takes duplicates of a key, one entry for each block. Tags are 32 bits of the key, so whoever looks up must
+compare what the block really holds.
+"""
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32, UInt32
+
+from paxkv.chain_hash import mix
+
+WIDTH = 8  # entries in a bucket
+WAYS = 2 * WIDTH  # entries that a key can be in
+
+
+def init_table(num_blocks: int) -> Int32[Array, "buckets ways"]:
+    """An empty table for `num_blocks` entries, at most half full. Empty entries hold the sentinel `num_blocks`."""
+    buckets = 2
+    while buckets * WIDTH < 2 * num_blocks:
+        buckets *= 2
+    return jnp.full((buckets, WAYS), num_blocks, jnp.int32)
+
+
+def look_up(
+    table: Int32[Array, "buckets ways"], keys: UInt32[Array, "n 2"], none: int
+) -> tuple[Int32[Array, "n ways"], Bool[Array, "n ways"]]:
+    """The blocks in both buckets of each key, and which of them have its tag."""
+    rows = table.at[_buckets(keys, table.shape[0])].get(mode="promise_in_bounds")  # [n, 2, ways]
+    tag, blocks = rows[:, :, :WIDTH], rows[:, :, WIDTH:]
+    same = (tag == tags(keys)[:, None, None]) & (blocks != none)
+    return blocks.reshape(-1, WAYS), same.reshape(-1, WAYS)
+
+
+def empty_entry(table: Int32[Array, "buckets ways"], keys: UInt32[Array, "n 2"], none: int) -> Int32[Array, " n"]:
+    """The first empty entry in the emptier bucket of each key; the number of entries if both are full."""
+    buckets = _buckets(keys, table.shape[0])
+    blocks = table.at[buckets].get(mode="promise_in_bounds")[:, :, WIDTH:]
+    empty = blocks == none
+    room = jnp.sum(empty, axis=2, dtype=jnp.int32)
+    second = room[:, 1] > room[:, 0]
+    bucket = jnp.where(second, buckets[:, 1], buckets[:, 0])
+    place = jnp.argmax(jnp.where(second[:, None], empty[:, 1], empty[:, 0]), axis=1).astype(jnp.int32)
+    full = jnp.max(room, axis=1) == 0
+    return jnp.where(full, table.shape[0] * WIDTH, bucket * WIDTH + place)
+
+
+def claim(
+    table: Int32[Array, "buckets ways"], entries: Int32[Array, " n"], wanted: Bool[Array, " n"]
+) -> tuple[Int32[Array, "buckets ways"], Bool[Array, " n"]]:
+    """Marks each wanted entry for the first that wants it, and says who that is. `fill` or `clear` it afterwards."""
+    count = entries.shape[0]
+    order = jnp.arange(count, dtype=jnp.int32) - count  # negative, below every block id; the first is the lowest
+    bucket, place = _place(table, entries, wanted)
+    table = table.at[bucket, WIDTH + place].min(order, mode="drop")
+    return table, wanted & (table.at[bucket, WIDTH + place].get(mode="fill", fill_value=0) == order)
+
+
+def fill(
+    table: Int32[Array, "buckets ways"],
+    entries: Int32[Array, " n"],
+    keys: UInt32[Array, "n 2"],
+    blocks: Int32[Array, " n"],
+    wanted: Bool[Array, " n"],
+) -> Int32[Array, "buckets ways"]:
+    """Writes tag and block of each wanted key into its entry."""
+    bucket, place = _place(table, entries, wanted)
+    return table.at[bucket, place].set(tags(keys), mode="drop").at[bucket, WIDTH + place].set(blocks, mode="drop")
+
+
+def clear(
+    table: Int32[Array, "buckets ways"], entries: Int32[Array, " n"], wanted: Bool[Array, " n"], none: int
+) -> Int32[Array, "buckets ways"]:
+    """Empties the wanted entries."""
+    bucket, place = _place(table, entries, wanted)
+    return table.at[bucket, WIDTH + place].set(none, mode="drop")
+
+
+def tags_at(table: Int32[Array, "buckets ways"], entries: Int32[Array, " n"]) -> Int32[Array, " n"]:
+    """The tag in each entry."""
+    return table.at[entries // WIDTH, entries % WIDTH].get(mode="fill", fill_value=0)
+
+
+def _place(
+    table: Int32[Array, "buckets ways"], entries: Int32[Array, " n"], wanted: Bool[Array, " n"]
+) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
+    return jnp.where(wanted, entries // WIDTH, table.shape[0]), entries % WIDTH
+
+
+def tags(keys: UInt32[Array, "n 2"]) -> Int32[Array, " n"]:
+    """What an entry remembers of its key."""
+    return jax.lax.bitcast_convert_type(keys[:, 1], jnp.int32)
+
+
+def _buckets(keys: UInt32[Array, "n 2"], buckets: int) -> Int32[Array, "n 2"]:
+    """The two buckets of each key, never the same one twice. `buckets` is a power of two."""
+    first = keys[:, 0] & jnp.uint32(buckets - 1)
+    step = 1 + (mix(keys[:, 0] ^ keys[:, 1]) & jnp.uint32(buckets - 2))  # odd, from 1 to buckets - 1
+    second = (first + step) & jnp.uint32(buckets - 1)
+    return jnp.stack([first, second], axis=1).astype(jnp.int32)

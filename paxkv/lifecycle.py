@@ -1,0 +1,217 @@
+"""What can happen to paged memory between steps: forks, pins, evictions on demand, resets, new weights."""
+
+import dataclasses
+import typing
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from paxkv import chains, prefix_cache, sharing
+from paxkv.admission import identity_of
+from paxkv.block_pool import give_back, is_free, retain
+from paxkv.block_tables import blocks_for
+from paxkv.chain_hash import hash_of_length, seed
+from paxkv.memory import Content
+from paxkv.outcomes import Outcome, record, select_outcome
+from paxkv.paged_state import PagedState
+from paxkv.prefix_cache import BROKEN
+from paxkv.seqs import lowest_free_row, occupy
+
+if TYPE_CHECKING:
+    from paxkv.paged import Paged
+
+
+def fork(
+    memory: "Paged",
+    state: PagedState,
+    parent: Int32[Array, ""],
+    length: Int32[Array, ""],
+    promised: Int32[Array, ""],
+    content: Content | None = None,
+) -> tuple[PagedState, Int32[Array, ""], Int32[Array, ""]]:
+    """Starts a sequence in a free row with the first `length` tokens of another one, in the same blocks.
+
+    Args:
+      memory: paged memory with `forks`.
+      state: its state.
+      parent: row of the other sequence.
+      length: at most what the parent has stored, and published if there is a prefix cache.
+      promised: tokens that the new sequence has room for, as in an admission.
+      content: of the new sequence, needed with a prefix cache.
+
+    Returns:
+      The state, the row (`rows` if none), and the `Outcome`: `OK`; `LATER` if no row is free; `OUT_OF_RANGE`, also
+      recorded as a fault, if the parent does not hold so many tokens. Unless it is `OK`, nothing else changed.
+    """
+    none = memory.num_blocks
+    row, has_row = lowest_free_row(state.seqs)
+    held = state.seqs.lengths.at[parent].get(mode="fill", fill_value=-1)
+    if state.chains is not None:
+        held = jnp.minimum(held, state.chains.hashed.at[parent].get(mode="fill", fill_value=-1))
+    alive = state.seqs.active.at[parent].get(mode="fill", fill_value=False)
+    wrong = ~alive | (length < 0) | (length > held)
+    # A shorter fork of a windowed sequence may need blocks that have left the window.
+    for g, group in enumerate(memory.layer_groups):
+        gone = state.tables[g].first.at[parent].get(mode="fill", fill_value=0)
+        wrong |= gone > group.out_of_view(length) // group.block_size
+    outcome = select_outcome((wrong, Outcome.OUT_OF_RANGE), (~has_row, Outcome.LATER))
+    ok = outcome == Outcome.OK
+    at = jnp.where(ok, row, memory.rows)
+
+    pool, tables = state.pool, []
+    for g, group in enumerate(memory.layer_groups):
+        table, ids = sharing.share_row(
+            state.tables[g], parent, at, blocks_for(length, group.block_size), none
+        )
+        pool = retain(pool, ids)
+        tables.append(table)
+    blamed = jnp.arange(memory.rows, dtype=jnp.int32) == jnp.clip(parent, 0, memory.rows - 1)
+    seqs = occupy(state.seqs, row, promised, ok, stored=length)
+    seqs = dataclasses.replace(seqs, faults=record(seqs.faults, Outcome.OUT_OF_RANGE, blamed & wrong))
+    state = dataclasses.replace(state, seqs=seqs, pool=pool, tables=tuple(tables))
+    if state.chains is not None:
+        state = dataclasses.replace(state, chains=_fork_chain(memory, state, parent, at, length, content))
+    return state, at, outcome
+
+
+def _fork_chain(
+    memory: "Paged",
+    state: PagedState,
+    parent: Int32[Array, ""],
+    row: Int32[Array, ""],
+    length: Int32[Array, ""],
+    content: Content | None,
+) -> chains.Chains:
+    """The chain of the new row: hashed anew, continued from what the last full block it shares holds."""
+    if content is None:
+        raise ValueError("content: expected the new sequence's Content, as the memory has a prefix cache, got None")
+    contents = typing.cast(prefix_cache.Contents, state.contents)
+    chain = typing.cast(chains.Chains, state.chains)
+    config = typing.cast(prefix_cache.PrefixCache, memory.cache)
+    epoch = chain.identities.at[parent, 2].get(mode="fill", fill_value=0)  # of the weights that computed it
+    last = []
+    for g, group in enumerate(memory.layer_groups):
+        full = length // group.block_size
+        block = state.tables[g].ids.at[parent, jnp.maximum(full - 1, 0)].get(
+            mode="fill", fill_value=memory.num_blocks
+        )
+        held = prefix_cache.content_of(contents, block)
+        last.append(jnp.where(full == 0, chains.root_of(g), jnp.where(held == 0, BROKEN, held)))
+    start = seed(content.adapter, content.salt, epoch, config.kv_format)
+    return chains.start_chain(
+        chain,
+        row,
+        content.tokens,
+        length,
+        hash_of_length(content.tokens, length, start),
+        jnp.stack(last),
+        identity_of(content, epoch),
+        content.priority,
+    )
+
+
+def free_out_of_view(memory: "Paged", state: PagedState) -> PagedState:
+    """Gives back the blocks that no later token can see. Only for tokens whose step was computed.
+
+    In rounds, in each of which every row gives back the oldest of its blocks that are out of view: while decoding one
+    block leaves a row at most, so there is one round or none.
+    """
+    row = jnp.arange(memory.rows, dtype=jnp.int32)
+    pool, tables, bad = state.pool, [], jnp.zeros(memory.rows, jnp.bool)
+    for group, table in zip(memory.layer_groups, state.tables, strict=True):
+        if not group.sees_all:
+            keep_from = jnp.minimum(group.out_of_view(state.seqs.lengths) // group.block_size, table.end)
+
+            def go_round(carry: tuple, keep_from: jax.Array = keep_from) -> tuple:
+                pool, table, bad = carry
+                leaves = table.first < keep_from
+                at = jnp.where(leaves, row, memory.rows)
+                ids = table.ids.at[at, table.first].get(mode="fill", fill_value=memory.num_blocks)
+                pool, ok = give_back(pool, ids, memory.joins_at_back(state, ids))
+                table = dataclasses.replace(
+                    table,
+                    ids=table.ids.at[at, table.first].set(memory.num_blocks, mode="drop"),
+                    first=table.first + leaves,
+                )
+                return pool, table, bad | (leaves & ~ok)
+
+            pool, table, bad = jax.lax.while_loop(
+                lambda carry, keep_from=keep_from: jnp.any(carry[1].first < keep_from), go_round, (pool, table, bad)
+            )
+        tables.append(table)
+    faults = record(state.seqs.faults, Outcome.DOUBLE_FREE, bad)
+    return dataclasses.replace(
+        state, seqs=dataclasses.replace(state.seqs, faults=faults), pool=pool, tables=tuple(tables)
+    )
+
+
+def evict(memory: "Paged", state: PagedState, ids: Int32[Array, " n"]) -> PagedState:
+    """Forgets what these blocks hold. Held ones stay with their rows; free ones keep their place in the queue."""
+    known = jnp.where((ids >= 0) & (ids < memory.num_blocks), ids, memory.num_blocks)
+    config, contents = _cached(memory, state)
+    return dataclasses.replace(state, contents=prefix_cache.forget(config, contents, known))
+
+
+def pin(memory: "Paged", state: PagedState, ids: Int32[Array, " n"]) -> tuple[PagedState, Int32[Array, ""]]:
+    """Keeps these blocks and what they hold, whatever becomes of their rows, until they are unpinned as often.
+
+    Returns:
+      The state and the `Outcome`: `OUT_OF_RANGE` if a block neither is held nor holds a content, and then nothing
+      changed. The sentinel marks empty places.
+    """
+    none = memory.num_blocks
+    _, contents = _cached(memory, state)
+    known = (ids >= 0) & (ids < none)
+    useful = ~is_free(state.pool, ids) | (prefix_cache.content_of(contents, jnp.where(known, ids, none)) != 0)
+    ok = ~jnp.any((ids != none) & ~(known & useful))
+    at = jnp.where(ok, ids, none)
+    state = dataclasses.replace(state, pool=retain(state.pool, at), pins=_pins(state).at[at].add(1, mode="drop"))
+    return state, jnp.where(ok, Outcome.OK, Outcome.OUT_OF_RANGE).astype(jnp.int32)
+
+
+def unpin(memory: "Paged", state: PagedState, ids: Int32[Array, " n"]) -> tuple[PagedState, Int32[Array, ""]]:
+    """Drops a reference that `pin` added to each of these blocks.
+
+    Returns:
+      The state and the `Outcome`: `DOUBLE_FREE` if a block is not pinned so often, and then nothing changed.
+    """
+    none = memory.num_blocks
+    known = (ids >= 0) & (ids < none)
+    at = jnp.where(known, ids, none)
+    pins = _pins(state).at[at].add(-1, mode="drop")
+    ok = ~jnp.any((ids != none) & ~(known & (pins.at[at].get(mode="fill", fill_value=0) >= 0)))
+    pins = pins.at[jnp.where(ok, none, at)].add(1, mode="drop")  # as it was, if anything is wrong
+    at = jnp.where(ok, ids, none)
+    pool, _ = give_back(state.pool, at, memory.joins_at_back(state, at))
+    state = dataclasses.replace(state, pool=pool, pins=pins)
+    return state, jnp.where(ok, Outcome.OK, Outcome.DOUBLE_FREE).astype(jnp.int32)
+
+
+def reset_cache(memory: "Paged", state: PagedState) -> tuple[PagedState, Int32[Array, ""]]:
+    """Forgets everything that is cached.
+
+    Returns:
+      The state and the `Outcome`: `LATER` while any block has a reference, and then nothing changed.
+    """
+    config, contents = _cached(memory, state)
+    ok = (state.pool.num_free == memory.num_blocks) & ~jnp.any(state.seqs.active)
+    everything = jnp.where(ok, jnp.arange(memory.num_blocks, dtype=jnp.int32), memory.num_blocks)
+    state = dataclasses.replace(state, contents=prefix_cache.forget(config, contents, everything))
+    return state, jnp.where(ok, Outcome.OK, Outcome.LATER).astype(jnp.int32)
+
+
+def bump_epoch(state: PagedState) -> PagedState:
+    """New weights: nothing that was cached before is hit again. Rows in flight keep the epoch they began with."""
+    return dataclasses.replace(state, epoch=state.epoch + 1)
+
+
+def _cached(memory: "Paged", state: PagedState) -> tuple[prefix_cache.PrefixCache, prefix_cache.Contents]:
+    if memory.cache is None or state.contents is None:
+        raise ValueError("cache: this needs a memory with a prefix cache, got cache=None; pass cache=PrefixCache()")
+    return memory.cache, state.contents
+
+
+def _pins(state: PagedState) -> Int32[Array, " num_blocks"]:
+    return typing.cast(jnp.ndarray, state.pins)

@@ -1,0 +1,31 @@
+"""The state of paged memory."""
+
+import dataclasses
+import typing
+
+import jax
+
+from paxkv.block_pool import BlockPool
+from paxkv.block_tables import BlockTable
+from paxkv.cache_stats import CacheStats
+from paxkv.chains import Chains
+from paxkv.prefix_cache import Contents
+from paxkv.seqs import Seqs
+from paxkv.sharing import Copies
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedState:
+    """Who owns which block, and what the blocks hold."""
+
+    seqs: Seqs
+    pool: BlockPool
+    tables: tuple[BlockTable, ...]  # one for each group of layers
+    epoch: jax.Array  # i32[]; of the weights
+    contents: Contents | None = None  # with a prefix cache
+    chains: Chains | None = None  # with a prefix cache
+    stats: CacheStats | None = None  # with a prefix cache
+    pins: jax.Array | None = None  # i32[num_blocks]; references that pins hold; with a prefix cache
+    copies: Copies | None = None  # with forks

@@ -1,0 +1,121 @@
+"""Several sequences in one block: forks, and the copy that a write into a shared block needs.
+
+A fork refers to its parent's blocks. Full ones are never written again, so only the last, partly filled one can be
+torn by two writers: who writes into it while others refer to it gets a block of its own, and the pair goes to the copy
+list, for the data to follow before the step's keys and values are written.
+"""
+
+import dataclasses
+import typing
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from paxkv.block_pool import BlockPool, give_back, retain
+from paxkv.block_tables import BlockTable
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Copies:
+    """Blocks whose data must be copied before anything is written. The sentinel marks empty places.
+
+    Each has one reference more than its tables give it, so that neither end is given away before the copy ran.
+    """
+
+    sources: jax.Array  # i32[rows * groups]
+    destinations: jax.Array  # i32[rows * groups]
+
+
+class TailWrites(NamedTuple):
+    """What writing into the last, partly filled block of each row takes."""
+
+    blocks: Int32[Array, " rows"]  # the block; the sentinel if the row writes into none
+    copies: Bool[Array, " rows"]  # rows that need a copy of it first
+    alone: Bool[Array, " rows"]  # rows that write and are the only ones to refer to it
+
+
+def no_copies(places: int, none: int) -> Copies:
+    """An empty list."""
+    sentinel = jnp.full(places, none, jnp.int32)
+    return Copies(sources=sentinel, destinations=jnp.copy(sentinel))
+
+
+def pending(copies: Copies, none: int) -> Bool[Array, ""]:
+    """Whether a copy has not been made yet."""
+    return jnp.any(copies.destinations != none)
+
+
+def tail_writes(
+    table: BlockTable,
+    pool: BlockPool,
+    lengths: Int32[Array, " rows"],
+    new_lengths: Int32[Array, " rows"],
+    block_size: int,
+) -> TailWrites:
+    """Which rows write into a partly filled block, and which of them have to copy it.
+
+    If all that refer to a block write into it, the last of them keeps it. Compares all pairs of rows.
+    """
+    none = pool.num_blocks
+    writes = (new_lengths > lengths) & (lengths % block_size != 0)
+    row = jnp.arange(lengths.shape[0], dtype=jnp.int32)
+    block = table.ids.at[row, lengths // block_size].get(mode="fill", fill_value=none)
+    block = jnp.where(writes, block, none)
+    same = (block[:, None] == block[None, :]) & (block != none)[:, None]
+    writers = jnp.sum(same, axis=1, dtype=jnp.int32)
+    last = ~jnp.any(same & (row[None, :] > row[:, None]), axis=1)
+    references = 1 + pool.extra_refs.at[block].get(mode="fill", fill_value=0)
+    keeps = (writers == references) & last
+    return TailWrites(block, copies=(block != none) & ~keeps, alone=(block != none) & (references == 1))
+
+
+def replace_tail(
+    table: BlockTable, columns: Int32[Array, " rows"], ids: Int32[Array, " rows"], copied: Bool[Array, " rows"]
+) -> BlockTable:
+    """Puts each copied row's own block where it shared one."""
+    row = jnp.where(copied, jnp.arange(copied.shape[0], dtype=jnp.int32), copied.shape[0])
+    return dataclasses.replace(table, ids=table.ids.at[row, columns].set(ids, mode="drop"))
+
+
+def hold(
+    pool: BlockPool, pairs: list[tuple[Int32[Array, " rows"], Int32[Array, " rows"]]]
+) -> tuple[BlockPool, Copies]:
+    """The copy list of these pairs. The reference that a row had to its source holds the source from now on."""
+    copies = Copies(
+        sources=jnp.concatenate([source for source, _ in pairs]),
+        destinations=jnp.concatenate([destination for _, destination in pairs]),
+    )
+    return retain(pool, copies.destinations), copies
+
+
+def share_row(
+    table: BlockTable, source: Int32[Array, ""], row: Int32[Array, ""], blocks: Int32[Array, ""], none: int
+) -> tuple[BlockTable, Int32[Array, " blocks_per_seq"]]:
+    """Gives `row` the first `blocks` entries of `source`; `row` may be out of range, to change nothing.
+
+    Returns:
+      The table, and the ids that have one more reference now.
+    """
+    column = jnp.arange(table.ids.shape[1], dtype=jnp.int32)
+    ids = jnp.where(column < blocks, table.ids.at[source].get(mode="fill", fill_value=none), none)
+    first = jnp.minimum(table.first.at[source].get(mode="fill", fill_value=0), blocks)
+    shared = BlockTable(
+        ids=table.ids.at[row].set(ids, mode="drop"),
+        first=table.first.at[row].set(first, mode="drop"),
+        end=table.end.at[row].set(blocks, mode="drop"),
+    )
+    return shared, jnp.where(row < table.ids.shape[0], ids, none)
+
+
+def end_copies(
+    pool: BlockPool, copies: Copies, to_back: Bool[Array, " places"] | None
+) -> tuple[BlockPool, Copies, Bool[Array, ""]]:
+    """Lets go of both ends of every copy, now that the data was copied."""
+    none = pool.num_blocks
+    ids = jnp.concatenate([copies.destinations, copies.sources])
+    pool, ok = give_back(pool, ids, to_back)
+    return pool, no_copies(copies.sources.shape[0], none), ok
