@@ -6,8 +6,9 @@ The definitions are those of vLLM's serving benchmark and of PagedAttention (SOS
   more. ITL: every gap between two tokens of a request, pooled over all requests, so that long outputs weigh more.
 - Normalized latency: the mean over requests of latency / output length.
 - Requests that were refused or asked for nothing have no latency; they are counted, and never become a NaN.
+- Memories that refuse different requests are compared by the latency of those that all of them served.
 - Memory shares and running requests are averages over time, taken while requests were queueing: an idle server
-  wastes memory under any policy, and says nothing about it.
+  wastes memory under any policy, and says nothing about it. Where none ever were, all busy time counts.
 """
 
 import numpy as np
@@ -29,7 +30,8 @@ MODELLED = frozenset(
 """Metrics that rest on the engine's modelled clock."""
 GLOSSARY = {
     "peak_running": "most requests that held memory at once",
-    "mean_running": "requests that held memory, average over the time in which others were queueing",
+    "mean_running": "requests that held memory, average over the time in which others were queueing "
+    "(see `queueing_share`)",
     "pool_utilization": "share of the budget that held tokens, average while requests were queueing",
     "allocated_utilization": "the same, as a share of what was handed out",
     "reservation_waste": "share of the budget that its owner had not filled yet, but would",
@@ -37,7 +39,8 @@ GLOSSARY = {
     "external_waste": "share of the budget that nobody had: free, or lost to rounding between requests",
     "remainder_waste": "share of the budget that is no memory at all: it does not pay for one more whole unit (block, "
     "page group, smallest range), or `num_blocks` leaves it out",
-    "queueing_share": "share of the busy time in which some request was waiting for memory",
+    "queueing_share": "share of the busy time in which some request was waiting: for memory, for a row, or for its "
+    "place in the token budget; averages are over that time, and over all busy time where it is 0",
     "map_calls": "calls into the virtual-memory driver that map a page",
     "mapping_ms": "what those calls take",
     "sync_mapping_ms": "the part of it that a step had to wait for",
@@ -51,32 +54,46 @@ GLOSSARY = {
     "normalized_latency_ms": "mean over requests of latency per output token",
     "output_tokens_per_s": "output tokens of all requests over the time from the first arrival to the last token",
     "refused_or_empty": "requests that could never fit, or asked for nothing",
-    "tokens_equal": "requests that both served got the same greedy tokens as under the first memory, near ties aside",
+    "compared_requests": "requests that every memory served; TTFT, TPOT, ITL and latency are of these",
+    "tokens_compared": "requests that this memory and the first one both served",
+    "tokens_equal": "those got the same greedy tokens as under the first memory, near ties aside; - if there were none",
     "near_tie_differences": "requests whose first differing token was between two logits equal within `near_tie`",
     "budget_tokens": "tokens that the budget pays for laid end to end, the same for every memory",
     "capacity_tokens": "tokens that the budget pays for in whole units of this memory",
 }
 
 
-def request_metrics(requests: pl.DataFrame) -> dict[str, float | int]:
+def request_metrics(requests: pl.DataFrame, compared: pl.DataFrame | None = None) -> dict[str, float | int]:
     """Latency and throughput of one memory's requests.
 
     Args:
       requests: one row a request with `arrival_ms`, `first_token_ms` and `ended_ms` (null for never), `generated`,
         `preemptions` and `token_ms`, the list of the times of its tokens.
+      compared: those of them whose latency is measured; all if None.
 
     Returns:
       Metrics by name, times in ms. A metric that no request defines is left out.
     """
     served = requests.filter(pl.col("generated") > 0)
+    compared = served if compared is None else compared.filter(pl.col("generated") > 0)
     values: dict[str, float | int] = {
         "requests": len(requests),
         "served": len(served),
         "refused_or_empty": len(requests) - len(served),
+        "compared_requests": len(compared),
         "preemptions": int(requests["preemptions"].sum()),
     }
     if served.is_empty():
         return values
+    makespan_ms = float(served["ended_ms"].max() - served["arrival_ms"].min())  # pyright: ignore
+    values["makespan_s"] = makespan_ms / 1000
+    values["output_tokens_per_s"] = float(served["generated"].sum()) / makespan_ms * 1000
+    values["requests_per_s"] = len(served) / makespan_ms * 1000
+    return values | (_latencies(compared) if len(compared) else {})
+
+
+def _latencies(served: pl.DataFrame) -> dict[str, float | int]:
+    values: dict[str, float | int] = {}
     latency = (served["ended_ms"] - served["arrival_ms"]).to_numpy()
     ttft = (served["first_token_ms"] - served["arrival_ms"]).to_numpy()
     generated = served["generated"].to_numpy()
@@ -92,12 +109,18 @@ def request_metrics(requests: pl.DataFrame) -> dict[str, float | int]:
         if len(sample):
             values[f"{name}_ms_mean"] = float(sample.mean())
             values |= {f"{name}_ms_p{p}": float(np.percentile(sample, p)) for p in PERCENTILES}
-    makespan_ms = float(served["ended_ms"].max() - served["arrival_ms"].min())  # pyright: ignore
     values["normalized_latency_ms"] = float((latency / generated).mean())
-    values["makespan_s"] = makespan_ms / 1000
-    values["output_tokens_per_s"] = float(generated.sum()) / makespan_ms * 1000
-    values["requests_per_s"] = len(served) / makespan_ms * 1000
     return values
+
+
+def served_by_all(requests: pl.DataFrame) -> pl.DataFrame:
+    """Requests that no memory refused: the latencies of several memories are comparable on these alone.
+
+    Args:
+      requests: one row a memory and request, with the number of the `request` and the `reason` for its end.
+    """
+    refused = requests.filter(pl.col("reason").str.starts_with("refused"))["request"].unique().to_list()
+    return requests.filter(~pl.col("request").is_in(refused))
 
 
 def memory_metrics(steps: pl.DataFrame, budget_tokens: float | None = None) -> dict[str, float | int]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import polars as pl
 
-from experiments import files, metrics, plots
+from experiments import metrics, paged_vs_contiguous_figures
 from experiments.progress import Progress
 from experiments.results import Results, Table
 from experiments.run_directory import RunDirectory
@@ -38,6 +38,7 @@ UNITS = {Paged: "block", VAttention: "page group", Reserved: "smallest range"}
 """What a row of a memory's picture is called; `unit` where it is not said."""
 GLOSSARY = metrics.GLOSSARY
 """What each metric means, in a sentence."""
+figures = paged_vs_contiguous_figures.figures
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,16 +248,20 @@ def _results(config: Config, run_dir: RunDirectory, setup: _Setup) -> dict[str, 
     requests = run_dir.read_parquet("requests.parquet")
     steps = run_dir.read_parquet("steps.parquet")
     reference = requests.filter(pl.col("memory") == next(iter(setup.engines)))
+    served_by_all = metrics.served_by_all(requests)
     found: dict[str, dict[str, Any]] = {}
     for name, engine in setup.engines.items():
         own = requests.filter(pl.col("memory") == name)
-        # What one of the two refused has no tokens to compare; it is counted as refused.
-        served = ~(reference["reason"].str.starts_with("refused") | own["reason"].str.starts_with("refused"))
-        same = compare_tokens(reference.filter(served), own.filter(served), config.near_tie)
+        # What one of the two refused, or what asks for no tokens, has none to compare.
+        refused = reference["reason"].str.starts_with("refused") | own["reason"].str.starts_with("refused")
+        both = ~refused & (own["output_len"] > 0)
+        same = compare_tokens(reference.filter(both), own.filter(both), config.near_tie)
+        compared = int(both.sum()) if config.temperature == 0 else 0
         found[name] = {
             **metrics.memory_metrics(steps.filter(pl.col("memory") == name), setup.budget_tokens),
-            **metrics.request_metrics(own),
-            "tokens_equal": same.unexplained == 0 if config.temperature == 0 else None,
+            **metrics.request_metrics(own, served_by_all.filter(pl.col("memory") == name)),
+            "tokens_compared": compared,
+            "tokens_equal": same.unexplained == 0 if compared else None,
             "near_tie_differences": same.near_ties,
             "unexplained_differences": same.unexplained,
             "budget_tokens": setup.budget_tokens,
@@ -284,6 +289,7 @@ _ROWS = {
     "capacity_tokens": ("capacity in tokens", "{:,.0f}"),
     "served": ("requests served", "{:,.0f}"),
     "peak_running": ("peak running requests", "{:.0f}"),
+    "queueing_share": ("time with requests queueing", "{:.1%}"),
     "mean_running": ("mean running requests", "{:.1f}"),
     "pool_utilization": ("budget that holds tokens", "{:.1%}"),
     "reservation_waste": ("wasted: reservation", "{:.1%}"),
@@ -298,6 +304,7 @@ _ROWS = {
     "tpot_ms_p50": ("TPOT p50, ms (modelled)", "{:.2f}"),
     "normalized_latency_ms": ("ms per token (modelled)", "{:.1f}"),
     "output_tokens_per_s": ("tokens per s (modelled)", "{:,.0f}"),
+    "tokens_compared": ("requests with tokens compared", "{:,.0f}"),
     "tokens_equal": ("same greedy tokens", "{}"),
 }
 
@@ -317,86 +324,19 @@ def tables(results: Results) -> list[Table]:
         [label, *(cell(values.get(metric), form) for values in results.values())]
         for metric, (label, form) in _ROWS.items()
     ]
-    return [Table(["", *results], rows, "The same requests and KV budget under each memory")]
-
-
-def figures(run_path: pathlib.Path) -> list[plots.Figure]:
-    """Running requests and utilisation over time, waste, latency, and the memory itself."""
-    steps = files.read_parquet(run_path / "steps.parquet")
-    requests = files.read_parquet(run_path / "requests.parquet")
-    pool = files.read_parquet(run_path / "pool.parquet")
-    names = steps["memory"].unique(maintain_order=True).to_list()
-    by_name = {name: steps.filter(pl.col("memory") == name) for name in names}
     return [
-        _over_time(by_name),
-        _waste({n: metrics.memory_shares(s, _memory(run_path, n)["budget_tokens"]) for n, s in by_name.items()}),
-        _latency({name: requests.filter(pl.col("memory") == name) for name in names}),
-        *(
-            _picture(run_path, name, pool.filter(pl.col("memory") == name), len(requests) // len(names))
-            for name in names
-        ),
+        Table(["", *results], rows, "; ".join(["The same requests and KV budget under each memory", *_notes(results)]))
     ]
 
 
-def _over_time(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
-    figure, (top, bottom) = plots.canvas(2, 1, sharex=True)
-    seconds = {name: (steps["clock_ms"] / 1000).to_list() for name, steps in by_name.items()}
-    plots.over_time(top, {n: (seconds[n], s["running"].to_list()) for n, s in by_name.items()}, "")
-    top.set_ylabel("running requests")
-    shares = {
-        name: (
-            seconds[name],
-            (steps["tokens"] / (steps["tokens"] + steps["reserved"] + steps["internal"] + steps["external"])).to_list(),
+def _notes(results: Results) -> list[str]:
+    """What is compared otherwise than a reader would think."""
+    notes: list[str] = []
+    of_first = next(iter(results.values()))
+    if of_first["compared_requests"] != of_first["requests"]:
+        notes.append(
+            "latencies are of the {compared_requests} of {requests} that every memory served".format(**of_first)
         )
-        for name, steps in by_name.items()
-    }
-    plots.over_time(bottom, shares, "modelled time in s")
-    plots.remove_legend(bottom)
-    bottom.set_ylabel("share of the pool\nthat holds tokens")
-    return plots.Figure(
-        "Over time", "Whoever fits more requests into the same memory is done earlier. Time is modelled.", figure
-    )
-
-
-def _memory(run_path: pathlib.Path, name: str) -> dict[str, Any]:
-    return files.read_json(run_path / "parts" / name / "memory.json")
-
-
-def _waste(shares: dict[str, dict[str, float]]) -> plots.Figure:
-    figure, axes = plots.canvas(height=0.5 * len(shares) + 1.0)
-    plots.stacked_shares(axes, shares)
-    axes.set_xlabel("share of the KV budget, average over the time in which requests were queueing")
-    return plots.Figure(
-        "Where the memory goes",
-        "Its owner will fill a reservation later, and internal waste never; external is free, or lost in between; the "
-        "remainder does not pay for one more whole unit.",
-        figure,
-    )
-
-
-def _latency(by_name: dict[str, pl.DataFrame]) -> plots.Figure:
-    figure, (left, right) = plots.canvas(1, 2, height=3.4)
-    served = {name: requests.filter(pl.col("generated") > 0) for name, requests in by_name.items()}
-    ttft_s = {n: ((r["first_token_ms"] - r["arrival_ms"]) / 1000).to_list() for n, r in served.items()}
-    per_token_ms = {n: ((r["ended_ms"] - r["arrival_ms"]) / r["generated"]).to_list() for n, r in served.items()}
-    # A request that queues waits a hundred times longer than one that does not.
-    plots.cdf(left, ttft_s, "time to first token in s (modelled)", log=True)
-    plots.cdf(right, per_token_ms, "latency per output token in ms (modelled)", log=True)
-    for axes in (left, right):
-        plots.remove_legend(axes)
-    handles, labels = left.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside upper left", ncols=3)
-    return plots.Figure("Latency", "Share of the requests that waited no longer than this.", figure)
-
-
-def _picture(run_path: pathlib.Path, name: str, pool: pl.DataFrame, num_requests: int) -> plots.Figure:
-    pool = pool.filter(pl.col("memory") == name)
-    owners = np.array(pool["owners"].to_list()).T
-    figure, axes = plots.canvas(height=2.4)
-    last = int(pool["step"].max())  # pyright: ignore[reportArgumentType]
-    picture = np.where(owners < 0, num_requests, owners)
-    plots.memory_picture(axes, picture, num_requests, _memory(run_path, name)["unit"], times=(0, last))
-    axes.set_xlabel("step")
-    return plots.Figure(
-        f"The memory of {name}", "One colour a request, white is free. One column for every dispatch.", figure
-    )
+    if never := [name for name, values in results.items() if values["steps"] and not values["queueing_share"]]:
+        notes.append(f"nobody ever queued under {', '.join(never)}: averages there are over all busy time")
+    return notes

@@ -3,7 +3,7 @@ import math
 import polars as pl
 import pytest
 
-from experiments.metrics import GLOSSARY, MODELLED, memory_metrics, memory_shares, request_metrics
+from experiments.metrics import GLOSSARY, MODELLED, memory_metrics, memory_shares, request_metrics, served_by_all
 
 
 def requests(*rows):
@@ -76,12 +76,39 @@ def test_requests_without_output_are_counted_and_change_no_latency():
     assert among["refused_or_empty"] == 2
     assert among["preemptions"] == 4
     counts = ("requests", "refused_or_empty", "preemptions")
+    assert among["compared_requests"] == 2
     assert {k: v for k, v in among.items() if k not in counts} == {k: v for k, v in alone.items() if k not in counts}
 
 
 def test_nothing_but_refusals_gives_counts_and_no_nan():
     found = request_metrics(requests((0, []), (1, [])))
-    assert found == {"requests": 2, "served": 0, "refused_or_empty": 2, "preemptions": 2}
+    assert found == {"requests": 2, "served": 0, "refused_or_empty": 2, "compared_requests": 0, "preemptions": 2}
+
+
+def test_latency_is_that_of_the_compared_requests_and_throughput_that_of_all():
+    rows = requests((0, [50.0, 60.0]), (5, [705.0]), (9, []))
+    found = request_metrics(rows, rows[[0, 2]])
+    alone = request_metrics(rows[:1])
+    assert (found["served"], found["compared_requests"]) == (2, 1)
+    assert found["output_tokens_per_s"] == pytest.approx(3 / 0.705)
+    latencies = {name for name in alone if "_ms" in name}
+    assert len(latencies) == 17
+    assert {name: found[name] for name in latencies} == {name: alone[name] for name in latencies}
+    nobody = request_metrics(rows, rows[2:])
+    assert nobody["compared_requests"] == 0
+    assert nobody["makespan_s"] == 0.705
+    assert not latencies & nobody.keys()
+
+
+def test_a_request_that_one_memory_refused_is_compared_under_none():
+    of_both = pl.DataFrame(
+        {
+            "memory": ["a", "a", "a", "b", "b", "b"],
+            "request": [0, 1, 2, 0, 1, 2],
+            "reason": ["length", "refused_too_long", "no_output", "length", "length", "refused_never_fits"],
+        }
+    )
+    assert served_by_all(of_both).select("memory", "request").rows() == [("a", 0), ("b", 0)]
 
 
 def steps(*rows, **changes):
@@ -153,5 +180,5 @@ def test_a_memory_that_never_held_anything_lay_idle_as_a_whole():
 def test_the_glossary_and_the_modelled_metrics_speak_of_metrics_that_exist():
     found = request_metrics(requests((0, [1.0, 2.0]))) | memory_metrics(steps((1.0, 5, 2, 1, 50, 20, 10, 90)))
     assert found.keys() >= MODELLED
-    of_the_comparison = {"tokens_equal", "near_tie_differences", "budget_tokens", "capacity_tokens"}
+    of_the_comparison = {"tokens_equal", "tokens_compared", "near_tie_differences", "budget_tokens", "capacity_tokens"}
     assert all(any(metric.startswith(word) for metric in found) for word in GLOSSARY.keys() - of_the_comparison)

@@ -114,7 +114,7 @@ def test_every_memory_gives_the_same_tokens_and_accounts_for_its_memory(finished
         assert values["tokens_equal"] is True
         assert values["unexplained_differences"] == 0
         assert values["capacity_tokens"] == CAPACITIES[name]
-        assert values["requests"] == values["served"] == 14
+        assert values["requests"] == values["served"] == values["compared_requests"] == values["tokens_compared"] == 14
         shares = ("pool_utilization", "reservation_waste", "internal_waste", "external_waste", "remainder_waste")
         assert sum(values[share] for share in shares) == pytest.approx(1, abs=1e-12)
         assert values["budget_tokens"] == 122.5
@@ -236,6 +236,63 @@ def test_other_weights_are_another_run(config, tmp_path):
     assert config_hash(experiment.resolve(other)) != config_hash(known)
     with pytest.raises(ValueError, match="model_sha256: expected"):
         experiment.resolve(dataclasses.replace(known, model=other.model))
+
+
+def test_requests_that_a_memory_refuses_are_compared_with_none_and_said_so(config, tmp_path):
+    """The first memory has four blocks, 16 tokens, and so refuses most; the other one refuses nobody."""
+    few = dataclasses.replace(config.workload, num_requests=6)
+    memories = {"small": dataclasses.replace(PAGED, num_blocks=4), "large": PAGED}
+    config = dataclasses.replace(config, workload=few, memories=memories)
+    with begin(tmp_path / "run") as run_dir:
+        results = experiment.run(config, run_dir, Progress())
+    requests = pl.read_parquet(tmp_path / "run" / "requests.parquet")
+    small, large = (requests.filter(pl.col("memory") == name) for name in memories)
+    served = ~small["reason"].str.starts_with("refused")
+    assert 0 < served.sum() < 6
+    assert large["reason"].to_list() == ["length"] * 6
+    assert [values["compared_requests"] for values in results.values()] == [served.sum()] * 2
+    assert [values["tokens_compared"] for values in results.values()] == [served.sum()] * 2
+    assert [values["tokens_equal"] for values in results.values()] == [True, True]
+    latency = (large["ended_ms"] - large["arrival_ms"]).filter(served)
+    assert results["large"]["latency_ms_mean"] == pytest.approx(latency.mean())
+    (table,) = experiment.tables(results)
+    assert f"latencies are of the {served.sum()} of 6 that every memory served" in table.title
+
+
+def test_where_nothing_is_compared_nothing_is_said_to_be_equal(config, tmp_path):
+    few = dataclasses.replace(config.workload, num_requests=2)
+    memories = {"none": dataclasses.replace(PAGED, num_blocks=1), "all": PAGED}
+    with begin(tmp_path / "run") as run_dir:
+        results = experiment.run(dataclasses.replace(config, workload=few, memories=memories), run_dir, Progress())
+    assert [(v["served"], v["tokens_compared"], v["tokens_equal"]) for v in results.values()] == [
+        (0, 0, None),
+        (2, 0, None),
+    ]
+    assert experiment.failed_checks(results) == []
+    assert "latency_ms_mean" not in results["all"]
+    (table,) = experiment.tables(results)
+    rows = {row[0]: list(row[1:]) for row in table.rows}
+    assert rows["same greedy tokens"] == rows["TTFT p50, ms (modelled)"] == ["-", "-"]
+    assert rows["requests with tokens compared"] == ["0", "0"]
+    assert len(experiment.figures(tmp_path / "run")) == 3 + len(memories)
+
+
+def test_sampled_tokens_are_not_compared(config, tmp_path):
+    few = dataclasses.replace(config.workload, num_requests=2)
+    config = dataclasses.replace(config, workload=few, temperature=1.0, memories={"a": PAGED})
+    with begin(tmp_path / "run") as run_dir:
+        (values,) = experiment.run(config, run_dir, Progress()).values()
+    assert (values["tokens_compared"], values["tokens_equal"]) == (0, None)
+    assert values["compared_requests"] == 2
+
+
+def test_averages_over_all_busy_time_are_marked(finished):
+    results, _ = finished
+    (table,) = experiment.tables(results)
+    assert table.title == "The same requests and KV budget under each memory"
+    (table,) = experiment.tables(results | {"paged": results["paged"] | {"queueing_share": 0.0}})
+    assert table.title.endswith("; nobody ever queued under paged: averages there are over all busy time")
+    assert [row[1] for row in table.rows if row[0] == "time with requests queueing"] == ["0.0%"]
 
 
 def test_a_memory_whose_units_have_no_name_is_served_and_drawn_all_the_same(config, tmp_path, monkeypatch):
