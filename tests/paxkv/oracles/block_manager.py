@@ -4,15 +4,48 @@ This is the specification in code, so it is written to be read: lists, loops, se
 hashes. A prefix is known by its tokens and by the content before it, never by a number computed from them.
 """
 
+import functools
 import math
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 
 from tests.paxkv.oracles.common import DOUBLE_FREE, LATER, NEVER, OK, OUT_OF_BLOCKS, OUT_OF_RANGE
 
-COPIES_PENDING = 6
 SAME_KEY_CAPACITY = 16  # blocks under one hash key: two buckets of eight
+
+Identity = tuple[int, int, int]  # adapter, salt, weight epoch
+Path = tuple  # the identity, then the tokens of block after block
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Layers that see the same tokens, and so share a table."""
+
+    block_size: int
+    window: int | None = None  # a token sees so many, itself included
+    chunk: int | None = None  # a token sees its own chunk of so many
+
+    def out_of_view(self, stored: int) -> int:
+        """Of `stored` tokens, how many at the beginning no later token sees."""
+        if self.window is not None:
+            return max(0, stored - self.window + 1)
+        if self.chunk is not None:
+            return stored // self.chunk * self.chunk
+        return 0
+
+    def blocks_for(self, tokens: int) -> int:
+        return math.ceil(tokens / self.block_size)
+
+    def most_blocks(self, tokens: int, max_chunk: int) -> int:
+        """Blocks that a sequence of so many tokens can come to hold at once."""
+        most = self.blocks_for(tokens)
+        if self.window is not None:
+            most = min(most, self.blocks_for(min(self.window - 1 + max_chunk, tokens)) + 1)
+        if self.chunk is not None:
+            straddling = 1 if self.chunk % self.block_size else 0
+            most = min(most, self.blocks_for(min(self.chunk + max_chunk, tokens)) + straddling)
+        return most
 
 
 @dataclass(frozen=True)
@@ -21,30 +54,38 @@ class Knobs:
 
     rows: int
     max_len: int
-    block_size: int
     num_blocks: int
+    layers: tuple[Layers, ...]
     watermark_blocks: int = 0
     free_order: str = "recent_first"  # or "fifo"
     lookahead: int = 0  # slots kept beyond the tokens stored
-    sliding: int | None = None  # a token attends to this many tokens, itself included
-    chunked: int | None = None  # a token attends to its own chunk of so many tokens
+    max_chunk: int | None = None
     cache: bool = True
     duplicates: str = "keep"  # or "merge"
     eviction: str = "lru"  # or "lfu", "fifo", "priority"
-    hash: str = "mixed"  # or "constant": every key collides
+    collide: bool = False  # every hash key is the same
+
+
+@dataclass(frozen=True)
+class Unseen:
+    """Stands for contents that are out of view, where they were not looked at."""
+
+    path: Path
 
 
 @dataclass(frozen=True, eq=False)
 class Content:
-    """What a full block holds. It is the same content only as long as a block holds it: once gone, never back."""
+    """What a full block holds. Two that look alike are not the same: once gone from all blocks it never comes back."""
 
-    parent: "Content | None"
+    group: int
+    parent: "Content | Unseen | None"
     tokens: tuple[int, ...]
-    identity: tuple[int, int, int]  # adapter, salt, weight epoch
+    identity: Identity
 
-    def path(self) -> tuple:
-        """Everything that a key and value in this block depend on."""
-        before = self.parent.path() if self.parent else (self.identity,)
+    @functools.cached_property
+    def path(self) -> Path:
+        """Everything that the keys and values in the block depend on."""
+        before = self.parent.path if self.parent else (self.identity,)
         return (*before, self.tokens)
 
 
@@ -66,20 +107,20 @@ class Block:
 @dataclass
 class Row:
     promised: int
-    identity: tuple[int, int, int]
+    identity: Identity
     priority: int
-    length: int = 0
-    table: list[int | None] = field(default_factory=list)  # None where the block left the window
-    tokens: list[int] = field(default_factory=list)  # as far as they are known here
-    chain: list[Content] = field(default_factory=list)  # of its full blocks, as far as they were published
-    publishes: bool = True
+    length: int
+    tables: list[list[int | None]]  # by group; None where a block is out of view
+    tokens: list[int]  # as far as they were published
+    last: list[Content | Unseen | None]  # by group: the content of the last full block of these tokens
+    publishes: list[bool]  # by group
 
 
-@dataclass
-class Request:
-    """The prompt as a cache sees it."""
+@dataclass(frozen=True)
+class Prompt:
+    """A request as a cache sees it."""
 
-    tokens: list[int]
+    tokens: tuple[int, ...]
     adapter: int = 0
     salt: int = 0
     resumed: bool = False
@@ -88,18 +129,28 @@ class Request:
 
 
 @dataclass
+class Hit:
+    """The beginning of a prompt that is cached."""
+
+    length: int = 0
+    blocks: list[list[int | None]] = field(default_factory=list)  # by group
+    last: list[Content | Unseen | None] = field(default_factory=list)
+
+
+@dataclass
 class Statistics:
     queries: int = 0
     hits: int = 0
     resumed_queries: int = 0
     resumed_hits: int = 0
-    unpublished: int = 0
+    below_block: int = 0
+    last_token: int = 0
+    hole: int = 0
+    evicted: int = 0
+    other_key: int = 0
+    cold: int = 0
     evictions: int = 0
-
-
-def first_of(copies: list[int], depth: int) -> int:
-    """The choice among copies of one content when nobody has a better idea."""
-    return copies[0]
+    unpublished: int = 0
 
 
 class BlockManager:
@@ -111,48 +162,28 @@ class BlockManager:
         self.copies: list[tuple[int, int]] = []  # source, destination
         self.epoch = 0
         self.publications = 0
+        self.once_cached: set[Path] = set()
+        self.once_published: set[Path] = set()  # whatever the identity
         self.statistics = Statistics()
         self.faults: set[int] = set()
         self.fault_row = knobs.rows
 
     # ---- small questions -------------------------------------------------------------------------------------------
 
-    def blocks_for(self, tokens: int) -> int:
-        return math.ceil(tokens / self.knobs.block_size)
+    @property
+    def groups(self) -> Iterable[tuple[int, Layers]]:
+        return enumerate(self.knobs.layers)
+
+    def is_live(self, row: int) -> bool:
+        return 0 <= row < self.knobs.rows and self.rows[row] is not None
 
     def length(self, row: int) -> int:
         state = self.rows[row]
         return state.length if state else 0
 
-    def table(self, row: int) -> list[int | None]:
+    def table(self, row: int, group: int) -> list[int | None]:
         state = self.rows[row]
-        return state.table if state else []
-
-    def is_live(self, row: int) -> bool:
-        return self.rows[row] is not None
-
-    def skipped(self, length: int) -> int:
-        """Of `length` stored tokens, how many the next token does not attend to."""
-        if self.knobs.sliding is not None:
-            return max(0, length - self.knobs.sliding + 1)
-        if self.knobs.chunked is not None:
-            return length // self.knobs.chunked * self.knobs.chunked
-        return 0
-
-    def holders(self, content: Content) -> list[int]:
-        return [b for b, block in enumerate(self.blocks) if block.content is content]
-
-    def find(self, parent: Content | None, tokens: list[int], identity: tuple[int, int, int]) -> Content | None:
-        """The content that a block would have with these tokens, if any block has it."""
-        for block in self.blocks:
-            content = block.content
-            if content and (content.parent, content.tokens, content.identity) == (parent, tuple(tokens), identity):
-                return content
-        return None
-
-    def span(self, tokens: list[int], index: int) -> list[int]:
-        """The tokens of the logical block `index`."""
-        return tokens[index * self.knobs.block_size : (index + 1) * self.knobs.block_size]
+        return state.tables[group] if state else []
 
     def fault(self, outcome: int, row: int) -> int:
         self.faults.add(outcome)
@@ -164,7 +195,7 @@ class BlockManager:
 
     def next_to_take(self) -> int:
         policy = self.knobs.eviction
-        if policy == "lru":
+        if not self.knobs.cache or policy == "lru":
             return self.free[0]
         for block in self.free:
             if self.blocks[block].content is None:
@@ -176,90 +207,204 @@ class BlockManager:
         block = self.next_to_take()
         self.free.remove(block)
         if self.blocks[block].content:
-            self.blocks[block].content = None
+            self.forget(block)
             self.statistics.evictions += 1
         return block
 
-    def touch(self, block: int, priority: int) -> None:
-        """A hit: the block leaves the queue, wherever it stands."""
+    def set_free(self, blocks: list[int]) -> None:
+        """Those that nobody refers to any more join the queue, the last of them first if they join its back."""
+        listed = [b for place, b in enumerate(blocks) if b not in blocks[place + 1 :]]
+        free = [b for b in listed if self.blocks[b].references == 0]
+        behind = [b for b in free if self.blocks[b].content or self.knobs.free_order == "fifo"]
+        self.free.extend(reversed(behind))
+        for block in free:
+            if block not in behind:
+                self.free.appendleft(block)
+
+    def refer(self, block: int) -> None:
+        """One more reference is coming: the block leaves the queue, wherever it stands."""
         if block in self.free:
             self.free.remove(block)
+
+    # ---- contents --------------------------------------------------------------------------------------------------
+
+    def holders(self, content: Content) -> list[int]:
+        return [b for b, block in enumerate(self.blocks) if block.content is content]
+
+    def contents(self) -> list[Content]:
+        """Each that some block holds."""
+        return list({id(block.content): block.content for block in self.blocks if block.content}.values())
+
+    def find(self, group: int, parent: Content | Unseen | None, tokens: list[int], identity: Identity):
+        """The content that such a block has, if there is one."""
+        for content in self.contents():
+            alike = (group, tuple(tokens), identity) == (content.group, content.tokens, content.identity)
+            # `Unseen` is compared by what it stands for, a content by being the same.
+            if alike and content.parent == parent:
+                return content
+        return None
+
+    def identity(self, prompt: Prompt) -> Identity:
+        return prompt.adapter, prompt.salt, self.epoch
+
+    def forget(self, block: int) -> None:
+        if content := self.blocks[block].content:
+            self.once_cached.add(content.path)
+        self.blocks[block].content = None
+
+    def used(self, block: int, priority: int) -> None:
         self.blocks[block].uses += 1
         self.blocks[block].priority = priority
 
-    def set_free(self, blocks: list[int]) -> None:
-        """Those that nobody refers to any more join the queue, in this order, at one end or the other."""
-        free = [b for b in blocks if self.blocks[b].references == 0]
-        if self.knobs.free_order == "fifo":
-            self.free.extend(free)
-            return
-        self.free.extend(b for b in free if self.blocks[b].content)
-        self.free.extendleft(b for b in reversed(free) if not self.blocks[b].content)
+    # ---- what of a prompt is cached --------------------------------------------------------------------------------
+
+    def spans(self, tokens: Iterable[int], size: int) -> list[list[int]]:
+        """The tokens of each full block."""
+        tokens = list(tokens)
+        return [tokens[i * size : (i + 1) * size] for i in range(len(tokens) // size)]
+
+    def cached(self, prompt: Prompt, group: int) -> list[list[Content]]:
+        """For each full block of a prompt, the contents that are what it would hold."""
+        by_path: dict[Path, list[Content]] = {}
+        for content in self.contents():
+            if content.group == group:
+                by_path.setdefault(content.path, []).append(content)
+        found, path = [], (self.identity(prompt),)
+        for span in self.spans(prompt.tokens, self.knobs.layers[group].block_size):
+            path = (*path, tuple(span))
+            found.append(by_path.get(path, []))
+        return found
+
+    def runs(self, group: int, cached: list[list[Content]], length: int) -> list[list[Content]]:
+        """All ways to have what the token after `length` sees, each content after the one before it."""
+        layers = self.knobs.layers[group]
+        first, end = layers.out_of_view(length) // layers.block_size, length // layers.block_size
+        runs: list[list[Content]] = [[]]
+        for index in range(first, end):
+            runs = [
+                [*run, content]
+                for run in runs
+                for content in cached[index]
+                if content.parent is (run[-1] if run else content.parent if index else None)
+            ]
+        return runs
+
+    def hit_lengths(self, prompt: Prompt, known: int) -> list[int]:
+        """Every length at which all groups can go on, longest first. The last token is computed in any case."""
+        if not (self.knobs.cache and prompt.lookup):
+            return [0]
+        cached = [self.cached(prompt, group) for group, _ in self.groups]
+        aligned = math.lcm(*(layers.block_size for layers in self.knobs.layers))
+        lengths = range((known - 1) // aligned * aligned, -1, -aligned)
+        return [n for n in lengths if all(self.runs(group, cached[group], n) for group, _ in self.groups)]
+
+    def hit(self, prompt: Prompt, length: int, chosen: list[list[int | None]] | None = None) -> Hit:
+        """The first `length` tokens from the cache, in the chosen copies of the blocks if somebody chose."""
+        hit = Hit(length)
+        for group, layers in self.groups:
+            runs = self.runs(group, self.cached(prompt, group), length)
+            end = length // layers.block_size
+            if chosen is None:
+                blocks = [self.holders(content)[0] for content in runs[0]]
+            else:
+                blocks = [block for block in chosen[group][:end] if block is not None]
+                runs = [run for run in runs if [self.blocks[block].content for block in blocks] == run]
+                assert runs, f"blocks {blocks} of group {group} do not hold the prompt's first {length} tokens"
+            hit.blocks.append([None] * (end - len(blocks)) + blocks)
+            path = (self.identity(prompt), *map(tuple, self.spans(prompt.tokens[:length], layers.block_size)))
+            hit.last.append(runs[0][-1] if runs[0] else Unseen(path) if end else None)
+        return hit
 
     # ---- requests come and go --------------------------------------------------------------------------------------
 
-    def lookup(self, request: Request, known: int, choose: Callable = first_of) -> tuple[list[int], list[Content]]:
-        """Blocks with the first tokens of a request, never the last token, up to the first one that is missing."""
-        hits, chain = [], []
-        if not (self.knobs.cache and request.lookup):
-            return hits, chain
-        identity = (request.adapter, request.salt, self.epoch)
-        for index in range((known - 1) // self.knobs.block_size):
-            content = self.find(chain[-1] if chain else None, self.span(request.tokens, index), identity)
-            if content is None:
-                break
-            hits.append(choose(self.holders(content), index))
-            chain.append(content)
-        return hits, chain
+    def most_held(self, tokens: int, gone: list[int]) -> int:
+        """Blocks that a sequence of so many tokens comes to hold at once, if it begins without the `gone` ones."""
+        reach = min(tokens + self.knobs.lookahead, self.knobs.max_len)
+        total = 0
+        for group, layers in self.groups:
+            most = layers.most_blocks(reach, self.knobs.max_chunk or self.knobs.max_len)
+            total += min(most, layers.blocks_for(reach) - gone[group])
+        return total
+
+    def still_needs(self, tokens: int, tables: list[list[int | None]]) -> int:
+        """Blocks that a sequence with these tables must get before it holds so many tokens."""
+        total = 0
+        for group, layers in self.groups:
+            reach = min(tokens + self.knobs.lookahead, self.knobs.max_len)
+            gone = tables[group].count(None)
+            most = layers.most_blocks(reach, self.knobs.max_chunk or self.knobs.max_len)
+            total += max(0, min(most, layers.blocks_for(reach) - gone) - (len(tables[group]) - gone))
+        return total
 
     def owed(self) -> int:
         """Blocks that were promised to the rows and that they have not taken."""
-        return sum(max(0, self.blocks_for(row.promised) - len(row.table)) for row in self.rows if row)
+        return sum(self.still_needs(row.promised, row.tables) for row in self.rows if row)
 
-    def admit(
-        self,
-        known: int,
-        prompt: int,
-        final: int,
-        request: Request | None = None,
-        choose: Callable = first_of,
-    ) -> tuple[int, int]:
-        request = request or Request([], lookup=False)
-        most = max(known, final)
-        if most > self.knobs.max_len or self.blocks_for(most) > self.knobs.num_blocks:
-            return self.knobs.rows, NEVER
-        hits, chain = self.lookup(request, known, choose)
-        need = self.blocks_for(known) - len(hits) + sum(1 for block in hits if block in self.free)
+    def has_room(self, known: int, hit: Hit) -> bool:
+        """Whether a request can be admitted. What it hits in the queue leaves the queue, so that counts as taken."""
+        queued = sum(1 for blocks in hit.blocks for block in blocks if block in self.free)
+        need = self.still_needs(known, hit.blocks) + queued
         watermark = self.knobs.watermark_blocks if any(self.rows) else 0
-        if None not in self.rows or need + self.owed() + watermark > len(self.free):
-            return self.knobs.rows, LATER
+        return None in self.rows and need + self.owed() + watermark <= len(self.free)
 
+    def never_fits(self, most: int) -> bool:
+        nothing = [0] * len(self.knobs.layers)
+        return most > self.knobs.max_len or self.most_held(most, nothing) > self.knobs.num_blocks
+
+    def admit(self, known: int, final: int, prompt: Prompt, hit: Hit | None = None) -> tuple[int, int]:
+        if self.never_fits(max(known, final)):
+            return self.knobs.rows, NEVER
+        hit = hit or self.hit(prompt, self.hit_lengths(prompt, known)[0])
+        if not self.has_room(known, hit):
+            return self.knobs.rows, LATER
+        self.count_query(prompt, known, hit.length)
         row = self.rows.index(None)
-        length = len(hits) * self.knobs.block_size
         self.rows[row] = Row(
             promised=known,
-            identity=(request.adapter, request.salt, self.epoch),
-            priority=request.priority,
-            length=length,
-            table=list(hits),
-            tokens=list(request.tokens[:length]),
-            chain=chain,
+            identity=self.identity(prompt),
+            priority=prompt.priority,
+            length=hit.length,
+            tables=[list(blocks) for blocks in hit.blocks],
+            tokens=list(prompt.tokens[: hit.length]),
+            last=list(hit.last),
+            publishes=[True for _ in hit.last],
         )
-        for block in hits:
-            self.touch(block, request.priority)
-            self.blocks[block].tables += 1
-        self.count_query(request, known, length)
+        for blocks in hit.blocks:
+            for block in blocks:
+                if block is not None:
+                    self.refer(block)
+                    self.used(block, prompt.priority)
+                    self.blocks[block].tables += 1
         return row, OK
 
-    def count_query(self, request: Request, known: int, hit: int) -> None:
-        if not (self.knobs.cache and request.lookup):
+    def count_query(self, prompt: Prompt, known: int, hit: int) -> None:
+        count = self.statistics
+        if not (self.knobs.cache and prompt.lookup):
             return
-        if request.resumed:
-            self.statistics.resumed_queries += known
-            self.statistics.resumed_hits += hit
-        else:
-            self.statistics.queries += known
-            self.statistics.hits += hit
+        if prompt.resumed:
+            count.resumed_queries += known
+            count.resumed_hits += hit
+            return
+        count.queries += known
+        count.hits += hit
+        size = self.knobs.layers[0].block_size
+        count.below_block += known % size
+        path: Path = (self.identity(prompt),)
+        cached = self.cached(prompt, 0)
+        for index, span in enumerate(self.spans(prompt.tokens[:known], size)):
+            path = (*path, tuple(span))
+            if index < hit // size:
+                continue
+            if cached[index] and index == hit // size and (index + 1) * size == known:
+                count.last_token += size
+            elif cached[index]:
+                count.hole += size
+            elif path in self.once_cached:
+                count.evicted += size
+            elif path[1:] in self.once_published:
+                count.other_key += size
+            else:
+                count.cold += size
 
     def release(self, mask: list[bool]) -> None:
         for row in range(self.knobs.rows):
@@ -268,7 +413,7 @@ class BlockManager:
             if not self.is_live(row):
                 self.fault(DOUBLE_FREE, row)
                 continue
-            blocks = [block for block in reversed(self.table(row)) if block is not None]
+            blocks = [block for table in self.rows[row].tables for block in table if block is not None]
             self.rows[row] = None
             for block in blocks:
                 self.blocks[block].tables -= 1
@@ -276,222 +421,263 @@ class BlockManager:
 
     # ---- growth ----------------------------------------------------------------------------------------------------
 
-    def leaving(self, row: int) -> list[int]:
-        """Blocks of a row that its next token does not attend to, last one first."""
-        gone = self.skipped(self.length(row)) // self.knobs.block_size
-        return [block for block in reversed(self.table(row)[:gone]) if block is not None]
-
-    def growth(self, row: int, new_length: int) -> int:
+    def growth(self, row: int, group: int, new_length: int) -> int:
+        """Blocks that a row takes to grow."""
         room = min(new_length + self.knobs.lookahead, self.knobs.max_len)
-        return max(0, self.blocks_for(room) - len(self.table(row)))
+        return max(0, self.knobs.layers[group].blocks_for(room) - len(self.table(row, group)))
 
-    def half_full(self, row: int) -> int | None:
-        """The block that the next token of a row is written to, if it holds tokens already."""
-        length = self.length(row)
-        return self.table(row)[length // self.knobs.block_size] if length % self.knobs.block_size else None
+    def half_full(self, row: int, group: int) -> int | None:
+        """The block that the next token of a row is written to, if it holds tokens of the row already."""
+        size = self.knobs.layers[group].block_size
+        return self.table(row, group)[self.length(row) // size] if self.length(row) % size else None
 
-    def copying_rows(self, growing: list[int]) -> list[int]:
-        """Rows that must not write to their last block: others read it, or may come to.
+    def must_copy(self, row: int, group: int, growing: list[int]) -> bool:
+        """Whether others refer to the block that a row writes to. If all who do write to it now, the last keeps it."""
+        block = self.half_full(row, group)
+        if block is None:
+            return False
+        writers = [r for r in growing if self.half_full(r, group) == block]
+        return len(writers) < self.blocks[block].references or row != writers[-1]
 
-        If all who share a block write to it now, the last of them keeps it. Nobody writes to a block with content.
-        """
-        copying = []
+    def demand(self, new_lengths: list[int]) -> list[int]:
+        """Blocks that each row must be given to grow to these lengths."""
+        growing = [row for row in range(self.knobs.rows) if new_lengths[row] > self.length(row)]
+        wanted = [0] * self.knobs.rows
         for row in growing:
-            block = self.half_full(row)
-            if block is None:
-                continue
-            writers = [r for r in growing if self.half_full(r) == block]
-            others = self.blocks[block].references - len(writers)
-            keeps = row == writers[-1] and others == 0 and self.blocks[block].content is None
-            if not keeps:
-                copying.append(row)
-        return copying
+            for group, _ in self.groups:
+                wanted[row] += self.growth(row, group, new_lengths[row]) + self.must_copy(row, group, growing)
+        return wanted
 
     def append(self, counts: list[int], max_new_tokens: int) -> int:
-        if self.copies and any(counts):
-            return self.fault(COPIES_PENDING, next(row for row, count in enumerate(counts) if count))
         for row, count in enumerate(counts):
-            too_long = count > (self.knobs.max_len - self.length(row) if self.is_live(row) else 0)
-            if not 0 <= count <= max_new_tokens or too_long:
+            room = self.knobs.max_len - self.length(row) if self.is_live(row) else 0
+            if not 0 <= count <= min(max_new_tokens, room) or (count > 0 and self.copies):
                 return self.fault(OUT_OF_RANGE, row)
-
         growing = [row for row, count in enumerate(counts) if count > 0]
-        copying = self.copying_rows(growing)
-        leaving = {row: self.leaving(row) for row in growing}
-        gone = Counter(block for blocks in leaving.values() for block in blocks)
-        room = len(self.free) + sum(1 for block, times in gone.items() if times == self.blocks[block].references)
-        if len(copying) + sum(self.growth(row, self.length(row) + counts[row]) for row in growing) > room:
+        new_lengths = [self.length(row) + count for row, count in enumerate(counts)]
+        if sum(self.demand(new_lengths)) > len(self.free):
             return self.fault(OUT_OF_BLOCKS, growing[0])
 
-        for row, blocks in leaving.items():
-            self.rows[row].table = [None if block in blocks else block for block in self.table(row)]
-            for block in blocks:
-                self.blocks[block].tables -= 1
-            self.set_free(blocks)
-        for row in growing:
-            if row in copying:
-                self.copy(row)
-            for _ in range(self.growth(row, self.length(row) + counts[row])):
+        places = [(row, group) for row in growing for group, _ in self.groups]
+        copying = [(row, group) for row, group in places if self.must_copy(row, group, growing)]
+        kept = [self.half_full(row, group) for row, group in places if (row, group) not in copying]
+        copies = {}
+        for row, group in places:
+            if (row, group) in copying:
+                copies[group, row] = self.copy(row, group)
+            for _ in range(self.growth(row, group, new_lengths[row])):
                 block = self.take()
                 self.blocks[block].tables += 1
-                self.rows[row].table.append(block)
+                self.rows[row].tables[group].append(block)
+        if copies:
+            self.copies = [copies[place] for place in sorted(copies)]
+        for block in kept:
+            if block is not None:
+                self.forget(block)  # what is written now is something else
         for row in growing:
-            self.rows[row].length += counts[row]
+            self.rows[row].length = new_lengths[row]
         return OK
 
-    def copy(self, row: int) -> None:
-        """The row goes on in a block of its own. Neither end may be taken or written until the data was copied."""
-        source, destination = self.half_full(row), self.take()
-        self.rows[row].table[self.length(row) // self.knobs.block_size] = destination
+    def copy(self, row: int, group: int) -> tuple[int, int]:
+        """The row goes on in a block of its own. Both ends are held until the data was copied."""
+        source, destination = self.half_full(row, group), self.take()
+        self.rows[row].tables[group][self.length(row) // self.knobs.layers[group].block_size] = destination
         self.blocks[source].tables -= 1
         self.blocks[destination].tables += 1
         for block in (source, destination):
             self.blocks[block].copies += 1
-        self.copies.append((source, destination))
+        return source, destination
 
-    def copies_done(self) -> None:
-        ends = [block for pair in self.copies for block in pair]
+    def copied(self) -> None:
+        ends = [destination for _, destination in self.copies] + [source for source, _ in self.copies]
         self.copies = []
         for block in ends:
             self.blocks[block].copies -= 1
-        self.set_free(list(dict.fromkeys(ends)))
+        self.set_free(ends)
 
-    # ---- contents --------------------------------------------------------------------------------------------------
+    def free_out_of_view(self) -> None:
+        """Gives back, group by group, the blocks that no later token sees."""
+        for group, layers in self.groups:
+            gone = []
+            for row in self.rows:
+                if row is None:
+                    continue
+                for index in range(min(layers.out_of_view(row.length) // layers.block_size, len(row.tables[group]))):
+                    block = row.tables[group][index]
+                    if block is not None:
+                        row.tables[group][index] = None
+                        self.blocks[block].tables -= 1
+                        gone.append(block)
+            self.set_free(gone)
+
+    # ---- publishing ------------------------------------------------------------------------------------------------
 
     def publish(self, tokens: list[list[int]]) -> None:
-        """Row by row, the newest tokens that were appended; every block that is full now gets a content."""
+        """Row by row, tokens that were stored; every block that is full of them now gets a content."""
+        wrong = [
+            row
+            for row, new in enumerate(tokens)
+            if len(new) > (self.length(row) - len(self.rows[row].tokens) if self.is_live(row) else 0)
+        ]
+        if wrong:
+            self.fault(OUT_OF_RANGE, wrong[0])
+            return
+        before = [len(row.tokens) if row else 0 for row in self.rows]
         for row, new in enumerate(tokens):
-            if not new:
-                continue
-            state = self.rows[row]
-            state.tokens += new
+            if new:
+                self.rows[row].tokens += new
+        for group, layers in self.groups:
             given_up = []
-            while state.publishes and len(state.chain) < len(state.tokens) // self.knobs.block_size:
-                given_up += self.publish_next(state)
-            self.set_free(given_up[::-1])
+            for row, new in enumerate(tokens):
+                if not new:
+                    continue
+                first, end = before[row] // layers.block_size, len(self.rows[row].tokens) // layers.block_size
+                for index in range(first, end):
+                    given_up += self.publish_block(self.rows[row], group, index)
+            self.set_free(given_up)
 
-    def publish_next(self, row: Row) -> list[int]:
-        """Publishes one more block of a row; returns the block that it does not need any more."""
-        index = len(row.chain)
-        own = row.table[index]
-        parent = row.chain[-1] if row.chain else None
-        span = self.span(row.tokens, index)
-        content = self.find(parent, span, row.identity)
-        if own is not None and self.blocks[own].content:
-            row.chain.append(self.blocks[own].content)
-            return []
+    def publish_block(self, row: Row, group: int, index: int) -> list[int]:
+        """Publishes the next full block of a row; returns the block that the row does not need any more, if any."""
+        own = row.tables[group][index]
+        size = self.knobs.layers[group].block_size
+        span = row.tokens[index * size : (index + 1) * size]
+        parent = row.last[group]
+        self.once_published.add(tuple(tuple(s) for s in self.spans(row.tokens[: (index + 1) * size], size)))
+        content = self.find(group, parent, span, row.identity) if row.publishes[group] else None
         if content and self.knobs.duplicates == "merge":
             kept = self.holders(content)[0]
-            self.touch(kept, row.priority)
+            self.refer(kept)
+            self.used(kept, row.priority)
             self.blocks[kept].tables += 1
             self.blocks[own].tables -= 1
-            row.table[index] = kept
-            row.chain.append(content)
+            row.tables[group][index] = kept
+            row.last[group] = content
             return [own]
-        if self.knobs.hash == "constant" and sum(1 for b in self.blocks if b.content) >= SAME_KEY_CAPACITY:
-            row.publishes = False
+        crowded = self.knobs.collide and sum(1 for block in self.blocks if block.content) >= SAME_KEY_CAPACITY
+        if crowded or not row.publishes[group]:
+            row.publishes[group] = False
             self.statistics.unpublished += 1
             return []
-        content = content or Content(parent, tuple(span), row.identity)
-        row.chain.append(content)
+        self.publications += 1
+        row.last[group] = content or Content(group, parent, tuple(span), row.identity)
         if own is not None:
-            self.publications += 1
-            block = self.blocks[own]
-            block.content, block.uses, block.published, block.priority = content, 1, self.publications, row.priority
+            self.blocks[own] = replace(
+                self.blocks[own],
+                content=row.last[group],
+                uses=1,
+                published=self.publications,
+                priority=row.priority,
+            )
         return []
+
+    # ---- what happens between steps --------------------------------------------------------------------------------
+
+    def fork(self, parent: int, length: int, promised: int, prompt: Prompt) -> tuple[int, int]:
+        """Another row with the first `length` tokens of this one, in the same blocks."""
+        wrong = not self.is_live(parent) or not 0 <= length <= self.length(parent)
+        if not wrong:
+            wrong = self.knobs.cache and length > len(self.rows[parent].tokens)
+            for group, layers in self.groups:
+                gone = self.table(parent, group).count(None)
+                wrong = wrong or gone > layers.out_of_view(length) // layers.block_size
+        if wrong:
+            return self.knobs.rows, self.fault(OUT_OF_RANGE, min(max(parent, 0), self.knobs.rows - 1))
+        if None not in self.rows:
+            return self.knobs.rows, LATER
+
+        source = self.rows[parent]
+        tables = [source.tables[group][: layers.blocks_for(length)] for group, layers in self.groups]
+        last, publishes = [], []
+        for group, layers in self.groups:
+            full = length // layers.block_size
+            block = tables[group][full - 1] if full else None
+            last.append(self.blocks[block].content if block is not None else None)
+            publishes.append(full == 0 or last[group] is not None)
+        row = self.rows.index(None)
+        self.rows[row] = Row(
+            promised=promised,
+            identity=(prompt.adapter, prompt.salt, source.identity[2]),
+            priority=prompt.priority,
+            length=length,
+            tables=tables,
+            tokens=list(prompt.tokens[:length]),
+            last=last,
+            publishes=publishes,
+        )
+        for table in tables:
+            for block in table:
+                if block is not None:
+                    self.blocks[block].tables += 1
+        return row, OK
 
     def evict(self, ids: list[int]) -> None:
         """Forgets what these blocks hold, wherever they are."""
         for block in ids:
             if 0 <= block < self.knobs.num_blocks:
-                self.blocks[block].content = None
+                self.forget(block)
+
+    def pin(self, ids: list[int]) -> int:
+        """One more reference to each block, so that it stays; only what is held or cached can be pinned."""
+        for block in ids:
+            if not 0 <= block < self.knobs.num_blocks:
+                return OUT_OF_RANGE
+            if self.blocks[block].references == 0 and self.blocks[block].content is None:
+                return OUT_OF_RANGE
+        for block in ids:
+            self.refer(block)
+            self.blocks[block].pins += 1
+        return OK
+
+    def unpin(self, ids: list[int]) -> int:
+        """One pin less on each block. What nobody pinned is not anybody's to let go."""
+        for block, times in Counter(ids).items():
+            if not 0 <= block < self.knobs.num_blocks or self.blocks[block].pins < times:
+                return DOUBLE_FREE
+        for block in ids:
+            self.blocks[block].pins -= 1
+        self.set_free(ids)
+        return OK
+
+    def reset_cache(self) -> int:
+        if any(self.rows) or any(block.references for block in self.blocks):
+            return LATER
+        for block in range(self.knobs.num_blocks):
+            self.forget(block)
+        return OK
 
     def bump_epoch(self) -> None:
         """The weights changed: nothing that is cached now fits a request that comes later."""
         self.epoch += 1
 
-    def reset_cache(self) -> bool:
-        if any(block.references for block in self.blocks):
-            return False
-        for block in self.blocks:
-            block.content = None
-        return True
-
-    # ---- sharing ---------------------------------------------------------------------------------------------------
-
-    def fork(self, row: int, length: int) -> tuple[int, int]:
-        """Another row with the first `length` tokens of this one, in the same blocks."""
-        none = self.knobs.rows
-        if not (0 <= row < none and self.is_live(row) and 0 <= length <= self.length(row)):
-            return none, self.fault(OUT_OF_RANGE, row)
-        if None not in self.rows:
-            return none, LATER
-        child, parent = self.rows.index(None), self.rows[row]
-        self.rows[child] = Row(
-            promised=length,
-            identity=parent.identity,
-            priority=parent.priority,
-            length=length,
-            table=parent.table[: self.blocks_for(length)],
-            tokens=parent.tokens[:length],
-            chain=parent.chain[: length // self.knobs.block_size],
-            publishes=parent.publishes,
-        )
-        for block in self.table(child):
-            if block is not None:
-                self.blocks[block].tables += 1
-        return child, OK
-
-    def pin(self, ids: list[int]) -> int:
-        """One more reference to each block, so that it stays; only what is held or cached is worth a pin."""
-        for block in ids:
-            if not 0 <= block < self.knobs.num_blocks:
-                return self.fault(OUT_OF_RANGE, self.knobs.rows)
-            if self.blocks[block].references == 0 and self.blocks[block].content is None:
-                return self.fault(OUT_OF_RANGE, self.knobs.rows)
-        for block in ids:
-            if block in self.free:
-                self.free.remove(block)
-            self.blocks[block].pins += 1
-        return OK
-
-    def unpin(self, ids: list[int]) -> int:
-        for block, times in Counter(ids).items():
-            if not 0 <= block < self.knobs.num_blocks:
-                return self.fault(OUT_OF_RANGE, self.knobs.rows)
-            if self.blocks[block].pins < times:
-                return self.fault(DOUBLE_FREE, self.knobs.rows)
-        for block in ids:
-            self.blocks[block].pins -= 1
-        self.set_free(list(dict.fromkeys(reversed(ids))))
-        return OK
-
-    # ---- what can be seen ------------------------------------------------------------------------------------------
+    # ---- what must always hold -------------------------------------------------------------------------------------
 
     def violations(self) -> list[str]:
-        """What must always hold; the names of what does not."""
+        """The rules that are broken, in words."""
         broken = []
-        entries = Counter(block for row in self.rows if row for block in row.table if block is not None)
+        entries = Counter(b for row in self.rows if row for table in row.tables for b in table if b is not None)
         ends = Counter(block for pair in self.copies for block in pair)
         if len(set(self.free)) != len(self.free):
             broken.append("a block is in the queue twice")
         for b, block in enumerate(self.blocks):
-            if block.tables != entries[b] or block.copies != ends[b]:
-                broken.append(f"block {b} has {block.references} references that nobody holds, or too few")
+            if block.tables != entries[b] or block.copies != ends[b] or block.pins < 0:
+                broken.append(f"block {b} has other references than tables, pins and copies give it")
             if (block.references == 0) != (b in self.free):
                 broken.append(f"block {b} is free and held, or neither")
         for r, row in enumerate(self.rows):
-            if row is None:
-                continue
-            if len(row.table) < self.blocks_for(row.length):
-                broken.append(f"row {r} holds tokens in no block")
-            held = [block for block in row.table if block is not None]
-            if len(set(held)) != len(held):
-                broken.append(f"row {r} names a block twice")
-            for index, block in enumerate(held):
-                if self.blocks[block].tables > 1 and row.table.index(block) >= self.blocks_for(row.length):
-                    broken.append(f"row {r} shares block {block}, where it has no tokens yet (entry {index})")
-            for block, content in zip(row.table, row.chain, strict=False):
-                if block is not None and self.blocks[block].content not in (None, content):
-                    broken.append(f"block {block} of row {r} holds other tokens than the row")
+            for group, layers in self.groups if row else []:
+                table = row.tables[group]
+                if len(table) < layers.blocks_for(row.length):
+                    broken.append(f"row {r} holds tokens in no block")
+                held = [block for block in table if block is not None]
+                if len(set(held)) != len(held):
+                    broken.append(f"row {r} names a block twice")
+                path: Path = (row.identity,)
+                for block, span in zip(table, self.spans(row.tokens, layers.block_size), strict=False):
+                    path = (*path, tuple(span))
+                    content = self.blocks[block].content if block is not None else None
+                    if content and content.path != path:
+                        broken.append(f"block {block} of row {r} is cached as something that the row does not hold")
+                for block in table[layers.blocks_for(row.length) :]:
+                    if block is not None and self.blocks[block].tables != 1:
+                        broken.append(f"block {block} is shared though nothing is in it yet")
         return broken

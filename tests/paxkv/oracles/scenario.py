@@ -13,24 +13,14 @@ import copy
 import itertools
 import json
 import pathlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+from tests.paxkv.oracles.block_manager import Prompt
 
 FOLDER = pathlib.Path(__file__).parent.parent / "scenarios"
 TEXT_LENGTH = 10_000
 OUTCOMES = ["OK", "LATER", "NEVER", "OUT_OF_BLOCKS", "DOUBLE_FREE", "OUT_OF_RANGE", "COPIES_PENDING"]
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What a cache knows of a request."""
-
-    tokens: tuple[int, ...]
-    adapter: int = 0
-    salt: int = 0
-    resumed: bool = False
-    lookup: bool = True
-    priority: int = 0
 
 
 class Manager(Protocol):
@@ -39,6 +29,7 @@ class Manager(Protocol):
     def admit(self, prompt: Prompt, final: int) -> tuple[int, int]: ...
     def append(self, counts: list[int]) -> int: ...
     def publish(self, tokens: list[list[int]]) -> None: ...
+    def background(self) -> None: ...
     def release(self, rows: list[bool]) -> None: ...
     def fork(self, row: int, length: int, promised: int, prompt: Prompt) -> tuple[int, int]: ...
     def copied(self) -> None: ...
@@ -78,7 +69,7 @@ class Player:
         self.memory = memory
         self.tokens = Tokens()
         self.rows: dict[str, int] = {}
-        self.prompts: dict[str, Prompt] = {}  # of each name: all its tokens, those to come included
+        self.prompts: dict[str, Prompt] = {}  # what each request was admitted with
         self.uncomputed: dict[int, list[int]] = {}  # tokens appended by row, and not yet published
 
     def play(self, steps: list[dict]) -> None:
@@ -112,22 +103,25 @@ class Player:
         return self.manager.view()["lengths"][row]
 
     def append(self, step: dict) -> int:
+        self.manager.background()  # what the step before was the last to read
         lengths = self.manager.view()["lengths"]
         counts, tokens = [0] * len(lengths), {}
         for name, count in step["counts"].items():
             row = self.rows[name]
             counts[row] = count
-            known = list(self.prompts[name].tokens)
-            known += self.tokens.of(f">{name}", lengths[row] + count - len(known))
-            tokens[row] = (name, known[lengths[row] : lengths[row] + count], known)
+            tokens[row] = self.known(name, lengths[row] + count)[lengths[row] :]
         outcome = self.manager.append(counts)
         if outcome == 0:
-            for row, (name, new, known) in tokens.items():
-                self.prompts[name] = Prompt(**{**vars(self.prompts[name]), "tokens": tuple(known)})
+            for row, new in tokens.items():
                 self.uncomputed[row] = self.uncomputed.get(row, []) + new
             if self.memory.get("cache", True) and self.memory.get("publish", "on_schedule") == "on_schedule":
                 self.compute(step)
         return outcome
+
+    def known(self, name: str, length: int) -> list[int]:
+        """The first tokens of a request: those it came with, then those it generates."""
+        tokens = list(self.prompts[name].tokens)
+        return (tokens + self.tokens.of(f">{name}", max(0, length - len(tokens))))[:length]
 
     def compute(self, step: dict) -> None:
         if self.memory.get("cache", True):
@@ -153,7 +147,7 @@ class Player:
 
     def fork(self, step: dict) -> int:
         parent, length = step["of"], step["length"]
-        prompt = Prompt(**{**vars(self.prompts[parent]), "tokens": self.prompts[parent].tokens[:length]})
+        prompt = replace(self.prompts[parent], tokens=tuple(self.known(parent, length)))
         row, outcome = self.manager.fork(self.rows[parent], length, length, prompt)
         if outcome == 0:
             self.rows[step["as"]], self.prompts[step["as"]] = row, prompt
