@@ -238,52 +238,58 @@ def test_other_weights_are_another_run(config, tmp_path):
         experiment.resolve(dataclasses.replace(known, model=other.model))
 
 
-def test_requests_that_a_memory_refuses_are_compared_with_none_and_said_so(config, tmp_path):
-    """The first memory has four blocks, 16 tokens, and so refuses most; the other one refuses nobody."""
-    few = dataclasses.replace(config.workload, num_requests=6)
-    memories = {"small": dataclasses.replace(PAGED, num_blocks=4), "large": PAGED}
-    config = dataclasses.replace(config, workload=few, memories=memories)
-    with begin(tmp_path / "run") as run_dir:
-        results = experiment.run(config, run_dir, Progress())
-    requests = pl.read_parquet(tmp_path / "run" / "requests.parquet")
-    small, large = (requests.filter(pl.col("memory") == name) for name in memories)
+@pytest.fixture(scope="module")
+def refusing(config, tmp_path_factory):
+    """A run whose first memory has room for 16 tokens, and so refuses most, and whose second one refuses nobody."""
+    path = tmp_path_factory.mktemp("runs") / "refusing"
+    config = dataclasses.replace(config, memories={"small": dataclasses.replace(PAGED, num_blocks=4), "large": PAGED})
+    with begin(path) as run_dir:
+        return config, experiment.run(config, run_dir, Progress()), path
+
+
+def test_requests_that_a_memory_refuses_are_compared_with_none_and_said_so(refusing):
+    config, results, path = refusing
+    requests = pl.read_parquet(path / "requests.parquet")
+    small, large = (requests.filter(pl.col("memory") == name) for name in config.memories)
     served = ~small["reason"].str.starts_with("refused")
-    assert 0 < served.sum() < 6
-    assert large["reason"].to_list() == ["length"] * 6
-    assert [values["compared_requests"] for values in results.values()] == [served.sum()] * 2
-    assert [values["tokens_compared"] for values in results.values()] == [served.sum()] * 2
-    assert [values["tokens_equal"] for values in results.values()] == [True, True]
+    assert 0 < served.sum() < 14
+    assert large["reason"].to_list() == ["length"] * 14
+    for values in results.values():
+        assert values["compared_requests"] == values["tokens_compared"] == served.sum()
+        assert values["tokens_equal"] is True
     latency = (large["ended_ms"] - large["arrival_ms"]).filter(served)
     assert results["large"]["latency_ms_mean"] == pytest.approx(latency.mean())
     (table,) = experiment.tables(results)
-    assert f"latencies are of the {served.sum()} of 6 that every memory served" in table.title
+    assert f"latencies are of the {served.sum()} of 14 that every memory served" in table.title
 
 
-def test_where_nothing_is_compared_nothing_is_said_to_be_equal(config, tmp_path):
-    few = dataclasses.replace(config.workload, num_requests=2)
-    memories = {"none": dataclasses.replace(PAGED, num_blocks=1), "all": PAGED}
-    with begin(tmp_path / "run") as run_dir:
-        results = experiment.run(dataclasses.replace(config, workload=few, memories=memories), run_dir, Progress())
-    assert [(v["served"], v["tokens_compared"], v["tokens_equal"]) for v in results.values()] == [
-        (0, 0, None),
-        (2, 0, None),
-    ]
+def test_where_nothing_is_compared_nothing_is_said_to_be_equal(refusing, tmp_path):
+    config, _, path = refusing
+    shutil.copytree(path, tmp_path / "nobody")
+    file = tmp_path / "nobody" / "parts" / "small" / "requests.parquet"
+    nothing = {"reason": "refused_never_fits", "generated": 0, "first_token_ms": None}
+    none_of_any = [pl.col(column).list.head(0) for column in ("tokens", "token_ms", "margins")]
+    pl.read_parquet(file).with_columns(*none_of_any, **{k: pl.lit(v) for k, v in nothing.items()}).write_parquet(file)
+    with begin(tmp_path / "nobody") as run_dir:
+        results = experiment.run(config, run_dir, Progress())
+    assert [values["served"] for values in results.values()] == [0, 14]
+    for values in results.values():
+        assert (values["compared_requests"], values["tokens_compared"], values["tokens_equal"]) == (0, 0, None)
+        assert "latency_ms_mean" not in values
     assert experiment.failed_checks(results) == []
-    assert "latency_ms_mean" not in results["all"]
     (table,) = experiment.tables(results)
     rows = {row[0]: list(row[1:]) for row in table.rows}
     assert rows["same greedy tokens"] == rows["TTFT p50, ms (modelled)"] == ["-", "-"]
     assert rows["requests with tokens compared"] == ["0", "0"]
-    assert len(experiment.figures(tmp_path / "run")) == 3 + len(memories)
+    assert len(experiment.figures(tmp_path / "nobody")) == 3 + len(config.memories)
 
 
 def test_sampled_tokens_are_not_compared(config, tmp_path):
-    few = dataclasses.replace(config.workload, num_requests=2)
-    config = dataclasses.replace(config, workload=few, temperature=1.0, memories={"a": PAGED})
+    config = dataclasses.replace(config, temperature=1.0, memories={"paged": PAGED})
     with begin(tmp_path / "run") as run_dir:
         (values,) = experiment.run(config, run_dir, Progress()).values()
     assert (values["tokens_compared"], values["tokens_equal"]) == (0, None)
-    assert values["compared_requests"] == 2
+    assert values["compared_requests"] == 14
 
 
 def test_averages_over_all_busy_time_are_marked(finished):
@@ -297,8 +303,7 @@ def test_averages_over_all_busy_time_are_marked(finished):
 
 def test_a_memory_whose_units_have_no_name_is_served_and_drawn_all_the_same(config, tmp_path, monkeypatch):
     monkeypatch.setattr(experiment, "UNITS", {})
-    workload = dataclasses.replace(config.workload, num_requests=2)
-    config = dataclasses.replace(config, memories={"mine": PAGED}, workload=workload)
+    config = dataclasses.replace(config, memories={"mine": PAGED})
     with begin(tmp_path / "mine") as run_dir:
         experiment.run(config, run_dir, Progress())
     assert experiment.figures(tmp_path / "mine")[-1].figure.axes[0].get_ylabel() == "unit"
