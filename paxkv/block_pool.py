@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from paxkv.control_flow import run_if
+from paxkv.control_flow import read_now, run_if
 
 
 @typing.no_type_check
@@ -132,17 +132,23 @@ def _lowest(
     return pool.queue.at[chosen].set(none, mode="drop"), found
 
 
-def retain(pool: BlockPool, ids: Int32[Array, " n"]) -> BlockPool:
-    """Adds one reference to each block, free or held; a free one leaves the queue. The sentinel marks empty places."""
+def retain(
+    pool: BlockPool, ids: Int32[Array, " n"], again: Bool[Array, " n"] | None = None
+) -> BlockPool:
+    """Adds one reference to each block, free or held; a free one leaves the queue.
+
+    Args:
+      pool: the pool.
+      ids: the blocks; the sentinel marks empty places.
+      again: where a block is listed for more than the first time; needed if any is.
+    """
     none, size = pool.num_blocks, pool.queue.shape[0]
     free = is_free(pool, ids)
+    freed = free if again is None else free & ~again
     place = pool.places.at[ids].get(mode="fill", fill_value=size)
-    places, first = _mark_one_each(pool.places, ids)
-    freed = free & first
     return dataclasses.replace(
         pool,
         queue=pool.queue.at[jnp.where(freed, place, size)].set(none, mode="drop"),
-        places=places,
         num_free=pool.num_free - jnp.sum(freed, dtype=jnp.int32),
         # The first reference to a free block is not an extra one.
         extra_refs=pool.extra_refs.at[jnp.where(freed, none, ids)].add(1, mode="drop"),
@@ -170,11 +176,14 @@ def give_back(
       nothing is given back at all.
     """
     none, size = pool.num_blocks, pool.queue.shape[0]
+    most = jnp.minimum(jnp.sum(ids != none, dtype=jnp.int32), none)
+    pool = run_if((most > pool.head) | (most > size - pool.tail), _recentre, pool)
+
     known = (ids >= 0) & (ids < none)
-    held = known & ~is_free(pool, ids)
+    held = read_now(known & ~is_free(pool, ids))
     at = jnp.where(held, ids, none)
     extra_refs = pool.extra_refs.at[at].add(-1, mode="drop")
-    left = extra_refs.at[at].get(mode="fill", fill_value=0)
+    left = read_now(extra_refs.at[at].get(mode="fill", fill_value=0))
     ok = ~jnp.any((ids != none) & (~held | (left < -1)))
     extra_refs = extra_refs.at[jnp.where(ok, none, at)].add(1, mode="drop")  # as it was, if anything is wrong
 
@@ -186,15 +195,12 @@ def give_back(
     rank_behind = jnp.cumsum(behind, dtype=jnp.int32)
     num_before, num_behind = rank_before[-1], rank_behind[-1]
 
-    pool = dataclasses.replace(pool, places=places)
-    cramped = (num_before > pool.head) | (num_behind > size - pool.tail)
-    pool = run_if(cramped, _recentre, pool)
     place = jnp.where(before, pool.head - rank_before, pool.tail + num_behind - rank_behind)
     return BlockPool(
         queue=pool.queue.at[jnp.where(freed, place, size)].set(ids, mode="drop"),
         head=pool.head - num_before,
         tail=pool.tail + num_behind,
-        places=pool.places.at[jnp.where(freed, ids, none)].set(place, mode="drop"),
+        places=places.at[jnp.where(freed, ids, none)].set(place, mode="drop"),
         num_free=pool.num_free + num_before + num_behind,
         extra_refs=extra_refs.at[jnp.where(freed, ids, none)].set(0, mode="drop"),
     ), ok
@@ -213,17 +219,48 @@ def _mark_one_each(
     return marks, marks.at[ids].get(mode="fill", fill_value=-1) == place
 
 
+_WINDOW = 1024
+
+
 def _recentre(pool: BlockPool) -> BlockPool:
-    """Moves the queue to the middle of its array and closes its holes."""
+    """Closes the holes of the queue and lets it begin in the middle of its array.
+
+    In place, a window at a time: towards the front first, then, if it begins too far in front, back again from its
+    end. Each window is read in the turn before it is written over: a turn that read and wrote would have to keep a
+    copy of everything.
+    """
     none, size = pool.num_blocks, pool.queue.shape[0]
-    place = jnp.arange(size, dtype=jnp.int32)
-    here = (pool.queue != none) & (place >= pool.head) & (place < pool.tail)
-    moved = none + jnp.cumsum(here, dtype=jnp.int32) - 1
-    ids = jnp.where(here, pool.queue, none)
+    depth = min(_WINDOW, none)
+    offset = jnp.arange(depth, dtype=jnp.int32)
+    base = jnp.minimum(pool.head, none)
+
+    def read(queue: jax.Array, start: jax.Array) -> jax.Array:
+        return jax.lax.dynamic_slice(queue, (jnp.clip(start, 0, size - depth),), (depth,))
+
+    def write(queue: jax.Array, places: jax.Array, ids: jax.Array, here: jax.Array, to: jax.Array) -> tuple:
+        queue = queue.at[jnp.where(here, to, size)].set(ids, mode="drop")
+        return queue, places.at[jnp.where(here, ids, none)].set(to, mode="drop")
+
+    def forward(carry: tuple) -> tuple:
+        queue, places, window, start, done = carry
+        place = jnp.clip(start, 0, size - depth) + offset
+        here = (window != none) & (place >= start) & (place < pool.tail)
+        to = done + jnp.cumsum(here, dtype=jnp.int32) - 1
+        queue, places = write(queue, places, window, here, to)
+        return queue, places, read(queue, start + depth), start + depth, to[-1] + 1
+
+    def backward(carry: tuple) -> tuple:
+        queue, places, window, start = carry
+        place = jnp.clip(start, 0, size - depth) + offset
+        here = (place >= jnp.maximum(start, base)) & (place < start + depth) & (place < base + pool.num_free)
+        queue, places = write(queue, places, window, here, place + none - base)
+        return queue, places, read(queue, start - depth), start - depth
+
+    forth = (pool.queue, pool.places, read(pool.queue, pool.head), pool.head, base)
+    queue, places, _, _, _ = jax.lax.while_loop(lambda carry: carry[3] < pool.tail, forward, forth)
+    start = jnp.where(base < none, base + pool.num_free - depth, base - depth)
+    back = (queue, places, read(queue, start), start)
+    queue, places, _, _ = jax.lax.while_loop(lambda carry: carry[3] > base - depth, backward, back)
     return dataclasses.replace(
-        pool,
-        queue=jnp.full(size, none, jnp.int32).at[jnp.where(here, moved, size)].set(ids, mode="drop"),
-        head=jnp.int32(none),
-        tail=none + pool.num_free,
-        places=pool.places.at[ids].set(moved, mode="drop"),
+        pool, queue=queue, places=places, head=jnp.int32(none), tail=none + pool.num_free
     )

@@ -17,3 +17,12 @@ def run_if(condition: Bool[Array, ""], body: Callable[[Carry], Carry], carry: Ca
     a whole pool, in every step), but not what a loop carries.
     """
     return jax.lax.fori_loop(0, condition.astype(jnp.int32), lambda _, c: body(c), carry)
+
+
+def read_now(values: Carry) -> Carry:
+    """The same values, read before whatever is computed from them.
+
+    Without it XLA may fuse a read of an array into a computation that comes after a write to the same array, and then
+    copies all of the array, to have the old one still.
+    """
+    return jax.lax.optimization_barrier(values)

@@ -8,11 +8,14 @@ The table takes duplicates of a key, one entry for each block. Tags are 32 bits 
 compare what the block really holds.
 """
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from paxkv.chain_hash import mix
+from paxkv.control_flow import read_now
 
 WIDTH = 8  # entries in a bucket
 WAYS = 2 * WIDTH  # entries that a key can be in
@@ -26,27 +29,31 @@ def init_table(num_blocks: int) -> Int32[Array, "buckets ways"]:
     return jnp.full((buckets, WAYS), num_blocks, jnp.int32)
 
 
-def look_up(
-    table: Int32[Array, "buckets ways"], keys: UInt32[Array, "n 2"], none: int
-) -> tuple[Int32[Array, "n ways"], Bool[Array, "n ways"]]:
-    """The blocks in both buckets of each key, and which of them have its tag."""
-    rows = table.at[_buckets(keys, table.shape[0])].get(mode="promise_in_bounds")  # [n, 2, ways]
+class Ways(NamedTuple):
+    """The two buckets of each key, side by side."""
+
+    blocks: Int32[Array, "n ways"]  # the sentinel in an empty entry
+    same: Bool[Array, "n ways"]  # the entry is not empty, and has the key's tag
+    entries: Int32[Array, "n 2"]  # where each bucket begins
+
+
+def look_up(table: Int32[Array, "buckets ways"], keys: UInt32[Array, "n 2"], none: int) -> Ways:
+    """Everything that the table has in the buckets of each key."""
+    buckets = _buckets(keys, table.shape[0])
+    rows = read_now(table.at[buckets].get(mode="promise_in_bounds"))  # [n, 2, ways]
     tag, blocks = rows[:, :, :WIDTH], rows[:, :, WIDTH:]
     same = (tag == tags(keys)[:, None, None]) & (blocks != none)
-    return blocks.reshape(-1, WAYS), same.reshape(-1, WAYS)
+    return Ways(blocks.reshape(-1, WAYS), same.reshape(-1, WAYS), buckets * WIDTH)
 
 
-def empty_entry(table: Int32[Array, "buckets ways"], keys: UInt32[Array, "n 2"], none: int) -> Int32[Array, " n"]:
-    """The first empty entry in the emptier bucket of each key; the number of entries if both are full."""
-    buckets = _buckets(keys, table.shape[0])
-    blocks = table.at[buckets].get(mode="promise_in_bounds")[:, :, WIDTH:]
-    empty = blocks == none
+def empty_entry(ways: Ways, none: int) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
+    """The first empty entry in the emptier bucket of each key, and whether there is one."""
+    empty = (ways.blocks == none).reshape(-1, 2, WIDTH)
     room = jnp.sum(empty, axis=2, dtype=jnp.int32)
     second = room[:, 1] > room[:, 0]
-    bucket = jnp.where(second, buckets[:, 1], buckets[:, 0])
+    bucket = jnp.where(second, ways.entries[:, 1], ways.entries[:, 0])
     place = jnp.argmax(jnp.where(second[:, None], empty[:, 1], empty[:, 0]), axis=1).astype(jnp.int32)
-    full = jnp.max(room, axis=1) == 0
-    return jnp.where(full, table.shape[0] * WIDTH, bucket * WIDTH + place)
+    return bucket + place, jnp.max(room, axis=1) > 0
 
 
 def claim(

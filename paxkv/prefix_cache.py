@@ -19,6 +19,7 @@ from jaxtyping import Array, Bool, Int32, UInt32
 
 from paxkv import hash_table
 from paxkv.chain_hash import block_keys, constant_keys
+from paxkv.control_flow import read_now
 
 Publish = Literal["on_schedule", "on_compute"]
 Duplicates = Literal["keep", "merge"]
@@ -151,18 +152,11 @@ def find(
     """
     none = contents.records.shape[0]
     position = jnp.arange(keys.shape[0], dtype=jnp.int32)
-    blocks, same = hash_table.look_up(contents.table, keys, none)
+    blocks, same, _ = hash_table.look_up(contents.table, keys, none)
 
     def verify(same: Bool[Array, "n ways"]) -> tuple[Int32[Array, " n"], Found]:
-        way = jnp.argmax(same, axis=1).astype(jnp.int32)
-        candidate = jnp.where(jnp.any(same, axis=1), jnp.take_along_axis(blocks, way[:, None], axis=1)[:, 0], none)
-        record = contents.records.at[candidate].get(mode="fill", fill_value=0)
-        held = contents.tokens.at[candidate, : tokens.shape[1]].get(mode="fill", fill_value=0)
-        present = (
-            (candidate != none)
-            & jnp.all(held == tokens, axis=1)
-            & jnp.all(record[:, _IDENTITY] == identity[None, :], axis=1)
-        )
+        way, candidate = _first_way(blocks, same, none)
+        record, present = _compare(contents.records, contents.tokens, candidate, tokens, identity[None, :])
         before = jnp.concatenate([jnp.full(1, root, jnp.int32), record[:-1, _CONTENT]])
         linked = present & (record[:, _PARENT] == before)
         hits = jnp.min(jnp.where(linked & (position < limit), keys.shape[0], position), initial=limit)
@@ -180,6 +174,30 @@ def find(
         lambda carry: carry[3], next_candidate, (same, way, found, _has_other(same, found.hits, limit))
     )
     return found
+
+
+def _first_way(
+    blocks: Int32[Array, "n ways"], same: Bool[Array, "n ways"], none: int
+) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
+    """The first of the ways that may hold a block, and the block; the sentinel if there is none."""
+    way = jnp.argmax(same, axis=1).astype(jnp.int32)
+    block = jnp.take_along_axis(blocks, way[:, None], axis=1)[:, 0]
+    return way, jnp.where(jnp.any(same, axis=1), block, none)
+
+
+def _compare(
+    records: Int32[Array, "num_blocks columns"],
+    tokens: Int32[Array, "num_blocks block_size"],
+    candidates: Int32[Array, " n"],
+    wanted_tokens: Int32[Array, "n size"],
+    wanted_identities: Int32[Array, "#n 3"],
+) -> tuple[Int32[Array, "n columns"], Bool[Array, " n"]]:
+    """The records of these blocks, and whether tokens and identity are those wanted."""
+    record = records.at[candidates].get(mode="fill", fill_value=0)
+    held = tokens.at[candidates, : wanted_tokens.shape[1]].get(mode="fill", fill_value=0)
+    record, held = read_now((record, held))
+    equal = jnp.all(held == wanted_tokens, axis=1) & jnp.all(record[:, _IDENTITY] == wanted_identities, axis=1)
+    return record, equal & (candidates != records.shape[0])
 
 
 def _has_other(same: Bool[Array, "n ways"], at: Int32[Array, ""], limit: Int32[Array, ""]) -> Bool[Array, ""]:
@@ -230,129 +248,162 @@ class Filled(NamedTuple):
 
 
 def publish(
-    config: PrefixCache, contents: Contents, filled: Filled
+    config: PrefixCache, contents: Contents, filled: Filled, width: int
 ) -> tuple[Contents, Int32[Array, " n"], Int32[Array, " n"]]:
     """Gives each of these blocks a content: that of an equal block with the same parent, or a new one.
 
     Equal blocks in one call count as one content, as if they had come one after another.
 
+    Args:
+      config: how prefixes are cached.
+      contents: what is cached.
+      filled: the blocks.
+      width: how many are looked at together; all are, in rounds, but fewer than `width` cost a single one.
+
     Returns:
       The contents, the content id of each block (`BROKEN` if the table has no room for it), and the block that holds
       it: itself, or with `merge` the one that held it before.
     """
-    none = contents.records.shape[0]
+    none, count = contents.records.shape[0], filled.valid.shape[0]
+    width = min(width, count)
     fresh = contents.next_content + jnp.cumsum(filled.valid, dtype=jnp.int32) - 1
     merge = config.duplicates == "merge"
 
-    def before(values: jax.Array, first: jax.Array) -> jax.Array:
-        """The value of the entry before, that of `first` where a row starts."""
-        if filled.starts is None:
-            return first
-        return jnp.where(filled.starts, first, jnp.concatenate([first[:1], values[:-1]]))
+    def go_round(carry: _Round) -> _Round:
+        """Settles the next blocks, in order, but for those whose candidate or entry turned out not to be theirs."""
+        table, records, tokens = carry.table, carry.records, carry.tokens
+        at = _first_true(carry.pending, width)
+        todo, some = _pick(filled, carry, at, fresh)
 
-    def go_round(carry: tuple) -> tuple:
-        table, records, tokens, pending, ids, holders = carry
-        # What equals a cached block? Its parent must be known: cached or published, or found in this same pass.
-        blocks, same = hash_table.look_up(table, filled.keys, none)
-        settled = None if filled.starts is None else before(~pending, jnp.ones_like(pending))
-        # Equal keys tell nothing before the parent is known.
-        todo = pending & settled if config.collide and settled is not None else pending
-        parent = before(ids, filled.parents)
-        candidate, record = _equal_block(records, tokens, filled, blocks, same & todo[:, None], settled, parent)
-        expected = before(record[:, _CONTENT], filled.parents)
-        continues = record[:, _PARENT] == (expected if settled is None else jnp.where(settled, parent, expected))
-        found = todo & _unbroken((candidate != none) & continues, settled)
+        # What equals a cached block? Its parent must be known: cached or published, or found in this same round.
+        ways = hash_table.look_up(table, some.keys, none)
+        entry, room = hash_table.empty_entry(ways, none)
+        tried = (carry.tried.at[at].get(mode="fill", fill_value=0)[:, None] >> jnp.arange(hash_table.WAYS)) & 1
+        same = ways.same & (tried == 0)
+        way, candidate = _first_way(ways.blocks, same, none)
+        record, equal = _compare(records, tokens, candidate, some.tokens, some.identities)
+        continues = equal & (record[:, _PARENT] == _parents(some, record[:, _CONTENT]))
+        ready = todo & some.settled if config.collide else todo  # equal keys tell nothing before the parent is known
+        found = ready & _unbroken(continues, some.settled)
+
+        # Copies of a content are all the same, but keys can collide: then the next candidate is looked at in turn.
+        refuted = ready & some.settled & ~continues & (candidate != none)
+        tried_now = carry.tried.at[at].get(mode="fill", fill_value=0) | jnp.where(refuted, 1 << way, 0)
+        ready &= ~(refuted & (jnp.sum(same, axis=1) > 1))
 
         # An entry for each of the others; of those that want the same one the first gets it, the rest go round again.
         # Nobody goes ahead of its parent.
-        goes_in = todo & ~found if merge else todo
-        entry = hash_table.empty_entry(table, filled.keys, none)
-        full = entry >= table.shape[0] * hash_table.WIDTH
-        broken = pending & ((goes_in & full) | (parent == BROKEN))
-        broken = broken if settled is None else broken & settled
-        goes_in = goes_in & ~broken
-        table, claimed = hash_table.claim(table, entry, goes_in & ~full)
-        put = claimed & _unbroken(claimed | (found & merge), settled)
+        goes_in = ready & ~found if merge else ready
+        broken = todo & some.settled & ((goes_in & ~room) | (some.parents == BROKEN))
+        table, claimed = hash_table.claim(table, entry, goes_in & ~broken & room)
+        merged = found & merge
+        put = claimed & _unbroken(claimed | merged, some.settled)
         table = hash_table.clear(table, entry, claimed & ~put, none)
 
-        ids = jnp.where(found & (put | merge), record[:, _CONTENT], jnp.where(put, fresh, ids))
-        ids = jnp.where(broken, BROKEN, ids)
-        parent = before(ids, filled.parents)
-        table = hash_table.fill(table, entry, filled.keys, filled.blocks, put)
-        at = jnp.where(put, filled.blocks, none)
-        rows = jnp.concatenate([jnp.stack([ids, parent, entry], axis=1), filled.identities], axis=1)
-        records = records.at[at].set(rows, mode="drop")
-        tokens = tokens.at[at, : filled.tokens.shape[1]].set(filled.tokens, mode="drop")
-        holders = jnp.where(found & merge, candidate, holders)
-        return table, records, tokens, pending & ~put & ~broken & ~(found & merge), ids, holders
+        ids = jnp.where(found, record[:, _CONTENT], some.fresh)
+        parents = _parents(some, ids)
+        table = hash_table.fill(table, entry, some.keys, some.blocks, put)
+        rows = jnp.concatenate([jnp.stack([ids, parents, entry], axis=1), some.identities], axis=1)
+        where = jnp.where(put, some.blocks, none)
+        settled_now = put | broken | merged
+        done = jnp.where(settled_now, at, count)
+        return _Round(
+            table=table,
+            records=records.at[where].set(rows, mode="drop"),
+            tokens=tokens.at[where, : some.tokens.shape[1]].set(some.tokens, mode="drop"),
+            pending=carry.pending.at[done].set(False, mode="drop"),
+            tried=carry.tried.at[at].set(tried_now, mode="drop"),
+            ids=carry.ids.at[done].set(jnp.where(broken, BROKEN, ids), mode="drop"),
+            holders=carry.holders.at[jnp.where(merged, at, count)].set(candidate, mode="drop"),
+        )
 
-    start = (
-        contents.table,
-        contents.records,
-        contents.tokens,
-        filled.valid,
-        jnp.zeros_like(filled.blocks),
-        filled.blocks,
+    start = _Round(
+        table=contents.table,
+        records=contents.records,
+        tokens=contents.tokens,
+        pending=filled.valid,
+        tried=jnp.zeros(count, jnp.int32),
+        ids=jnp.zeros(count, jnp.int32),
+        holders=filled.blocks,
     )
-    table, records, tokens, _, ids, holders = jax.lax.while_loop(lambda c: jnp.any(c[3]), go_round, start)
-
+    end = jax.lax.while_loop(lambda carry: jnp.any(carry.pending), go_round, start)
     contents = dataclasses.replace(
         contents,
-        table=table,
-        records=records,
-        tokens=tokens,
-        ranks=_ranks_of_new(config, contents.ranks, filled, ids, holders, fresh),
+        table=end.table,
+        records=end.records,
+        tokens=end.tokens,
+        ranks=_ranks_of_new(config, contents.ranks, filled, end.ids, end.holders, fresh),
         next_content=contents.next_content + jnp.sum(filled.valid, dtype=jnp.int32),
         known_tags=contents.known_tags
         if filled.plain_keys is None
         else _remember(contents.known_tags, hash_table.tags(filled.plain_keys), filled.valid),
     )
-    return contents, ids, holders
+    return contents, end.ids, end.holders
 
 
-def _equal_block(
-    records: Int32[Array, "num_blocks columns"],
-    tokens: Int32[Array, "num_blocks block_size"],
-    filled: Filled,
-    blocks: Int32[Array, "n ways"],
-    same: Bool[Array, "n ways"],
-    settled: Bool[Array, " n"] | None,
-    parent: Int32[Array, " n"],
-) -> tuple[Int32[Array, " n"], Int32[Array, "n columns"]]:
-    """A block with the tokens and the identity of each filled one, and its record; the sentinel if there is none.
+class _Round(NamedTuple):
+    """What goes from round to round while blocks are published."""
 
-    Where the parent is settled, it must agree as well. Candidates are looked at one after another; more than one is
-    rare.
-    """
-    none = records.shape[0]
-    size = filled.tokens.shape[1]
-
-    def look(carry: tuple) -> tuple:
-        same, answer, record = carry
-        way = jnp.argmax(same, axis=1)
-        candidate = jnp.where(jnp.any(same, axis=1), jnp.take_along_axis(blocks, way[:, None], axis=1)[:, 0], none)
-        seen = records.at[candidate].get(mode="fill", fill_value=0)
-        equal = (
-            (candidate != none)
-            & jnp.all(tokens.at[candidate, :size].get(mode="fill", fill_value=0) == filled.tokens, axis=1)
-            & jnp.all(seen[:, _IDENTITY] == filled.identities, axis=1)
-        )
-        agrees = seen[:, _PARENT] == parent
-        equal &= agrees if settled is None else agrees | ~settled
-        answer, record = jnp.where(equal, candidate, answer), jnp.where(equal[:, None], seen, record)
-        left = same & (jnp.arange(same.shape[1]) != way[:, None]) & ~equal[:, None]
-        return left, answer, record
-
-    nothing = jnp.full(same.shape[0], none, jnp.int32)
-    start = (same, nothing, jnp.zeros((same.shape[0], _COLUMNS), jnp.int32))
-    _, answer, record = jax.lax.while_loop(lambda carry: jnp.any(carry[0]), look, start)
-    return answer, record
+    table: Int32[Array, "buckets ways"]
+    records: Int32[Array, "num_blocks columns"]
+    tokens: Int32[Array, "num_blocks block_size"]
+    pending: Bool[Array, " n"]
+    tried: Int32[Array, " n"]  # a bit for each way whose block turned out to be another
+    ids: Int32[Array, " n"]
+    holders: Int32[Array, " n"]
 
 
-def _unbroken(good: Bool[Array, " n"], starts: Bool[Array, " n"] | None) -> Bool[Array, " n"]:
+class _Some(NamedTuple):
+    """The blocks of one round."""
+
+    blocks: Int32[Array, " width"]
+    keys: UInt32[Array, "width 2"]
+    tokens: Int32[Array, "width block_size"]
+    identities: Int32[Array, "width 3"]
+    fresh: Int32[Array, " width"]  # the content it gets if it is a new one
+    settled: Bool[Array, " width"]  # its parent is known; otherwise that is the entry before it
+    parents: Int32[Array, " width"]  # where settled
+
+
+def _first_true(mask: Bool[Array, " n"], width: int) -> Int32[Array, " width"]:
+    """The first `width` places where the mask holds; `n` where there are fewer."""
+    count = mask.shape[0]
+    rank = jnp.cumsum(mask, dtype=jnp.int32) - 1
+    place = jnp.arange(count, dtype=jnp.int32)
+    return jnp.full(width, count, jnp.int32).at[jnp.where(mask, rank, width)].set(place, mode="drop")
+
+
+def _pick(
+    filled: Filled, carry: _Round, at: Int32[Array, " width"], fresh: Int32[Array, " n"]
+) -> tuple[Bool[Array, " width"], _Some]:
+    """The blocks at these places, and which places are none."""
+    todo = at < filled.valid.shape[0]
+    starts = jnp.ones_like(todo)
+    parents = filled.parents.at[at].get(mode="fill", fill_value=0)
+    settled = starts
+    if filled.starts is not None:
+        starts = filled.starts.at[at].get(mode="fill", fill_value=True)
+        before = jnp.where(starts, filled.valid.shape[0], at - 1)
+        settled = starts | ~carry.pending.at[before].get(mode="fill", fill_value=False)
+        parents = jnp.where(starts, parents, carry.ids.at[before].get(mode="fill", fill_value=0))
+    return todo, _Some(
+        blocks=filled.blocks.at[at].get(mode="fill", fill_value=0),
+        keys=filled.keys.at[at].get(mode="fill", fill_value=0),
+        tokens=filled.tokens.at[at].get(mode="fill", fill_value=0),
+        identities=filled.identities.at[at].get(mode="fill", fill_value=0),
+        fresh=fresh.at[at].get(mode="fill", fill_value=0),
+        settled=settled,
+        parents=parents,
+    )
+
+
+def _parents(some: _Some, ids: Int32[Array, " width"]) -> Int32[Array, " width"]:
+    """The parent of each block, if the one before has the content `ids` says."""
+    return jnp.where(some.settled, some.parents, jnp.concatenate([some.parents[:1], ids[:-1]]))
+
+
+def _unbroken(good: Bool[Array, " n"], starts: Bool[Array, " n"]) -> Bool[Array, " n"]:
     """Whether all entries from the last start up to this one are good."""
-    if starts is None:
-        return good
     position = jnp.arange(good.shape[0], dtype=jnp.int32)
     last_bad = jax.lax.cummax(jnp.where(good, -1, position))
     last_start = jax.lax.cummax(jnp.where(starts, position, 0))

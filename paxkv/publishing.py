@@ -5,7 +5,7 @@ import typing
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from paxkv import chains, prefix_cache
 from paxkv.block_pool import BlockPool, give_back, retain
@@ -44,6 +44,8 @@ def publish(
     faults = record(state.seqs.faults, Outcome.OUT_OF_RANGE, wrong)
     cu_lens = jnp.where(jnp.any(wrong), 0, cu_lens)
 
+    # While decoding, one row in a block's length fills one; twice as many are rare, and cost another round.
+    width = 256 if max_new_tokens > 1 else max(16, 2 * memory.rows // memory.block_size)
     extend = chains.extend_by_one if max_new_tokens == 1 else chains.extend
     extension = extend(chain, memory.layer_groups, tokens, cu_lens)
     contents, pool = typing.cast(Contents, state.contents), state.pool
@@ -51,7 +53,7 @@ def publish(
     for g, table in enumerate(state.tables):
         row, index = extension.filled[g][:2]
         filled = chains.filled_rows(config, extension.chains, table, extension.filled[g], g)
-        contents, ids, holders = prefix_cache.publish(config, contents, filled)
+        contents, ids, holders = prefix_cache.publish(config, contents, filled, width)
         unpublished += jnp.sum(filled.valid & (ids == BROKEN), dtype=jnp.int32)
         if config.duplicates == "merge":
             table, pool = _merge(table, pool, row, index, filled, holders, memory.free_order == "fifo")
@@ -85,7 +87,16 @@ def _merge(
     """Points the tables to the blocks that hold the same already, and gives the rows' own ones back."""
     none = pool.num_blocks
     merged = filled.valid & (holders != filled.blocks)
-    pool = retain(pool, jnp.where(merged, holders, none))
+    wanted = jnp.where(merged, holders, none)
+    pool = retain(pool, wanted, _listed_before(wanted))
     pool, _ = give_back(pool, jnp.where(merged, filled.blocks, none), merged if to_back else None)
     at = jnp.where(merged, row, table.ids.shape[0])
     return dataclasses.replace(table, ids=table.ids.at[at, index].set(holders, mode="drop")), pool
+
+
+def _listed_before(ids: Int32[Array, " n"]) -> Bool[Array, " n"]:
+    """Whether an earlier place names the same block."""
+    order = jnp.argsort(ids, stable=True)
+    in_order = ids[order]
+    again = jnp.concatenate([jnp.zeros(1, jnp.bool), in_order[1:] == in_order[:-1]])
+    return jnp.zeros(ids.shape, jnp.bool).at[order].set(again)
