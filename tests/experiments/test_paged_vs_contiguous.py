@@ -267,9 +267,12 @@ def test_where_nothing_is_compared_nothing_is_said_to_be_equal(refusing, tmp_pat
     config, _, path = refusing
     shutil.copytree(path, tmp_path / "nobody")
     file = tmp_path / "nobody" / "parts" / "small" / "requests.parquet"
-    nothing = {"reason": "refused_never_fits", "generated": 0, "first_token_ms": None}
-    none_of_any = [pl.col(column).list.head(0) for column in ("tokens", "token_ms", "margins")]
-    pl.read_parquet(file).with_columns(*none_of_any, **{k: pl.lit(v) for k, v in nothing.items()}).write_parquet(file)
+    pl.read_parquet(file).with_columns(
+        pl.col("tokens", "token_ms", "margins").list.head(0),
+        reason=pl.lit("refused_never_fits"),
+        generated=pl.lit(0, pl.Int32),
+        first_token_ms=pl.lit(None, pl.Float64),
+    ).write_parquet(file)
     with begin(tmp_path / "nobody") as run_dir:
         results = experiment.run(config, run_dir, Progress())
     assert [values["served"] for values in results.values()] == [0, 14]
