@@ -50,7 +50,8 @@ figures, differs a little between Python versions; the command says whether the 
 
 ## Training
 
-`{record["command"]}`
+`{record["command"]}`; to train it again beside this one:
+`uv run {record["command"]} --out_dir runs/{name}`
 
 - Text: `{record["text"]}` of Python {versions["python"]}, sha256
   `{record["text_sha256"]}`.

@@ -1,6 +1,6 @@
 """Held-out loss of a model beside that of a byte trigram model, so that a model card can be checked.
 
-    python -m models.evaluate models/checkpoints/byte_llama
+    uv run python -m models.evaluate models/checkpoints/byte_llama
 
 The text is the running Python's; the last line says whether it is the one the model was trained on.
 """
@@ -11,6 +11,7 @@ import json
 import math
 import pathlib
 import platform
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -78,12 +79,21 @@ def evaluate(
     )
 
 
-def main() -> None:
-    """Prints the held-out loss of one checkpoint."""
+def main() -> int:
+    """Prints the held-out loss of one checkpoint.
+
+    Returns:
+      The exit code: 2 if there is no whole checkpoint, which is told in a line.
+    """
     parser = argparse.ArgumentParser(prog="python -m models.evaluate", description=__doc__)
     parser.add_argument("checkpoint", type=pathlib.Path)
     path = parser.parse_args().checkpoint
-    decode, params = make_decode(load_checkpoint(path))
+    try:
+        decode, params = make_decode(load_checkpoint(path))
+        record = load_record(path)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     corpus = load_corpus()
     trigram = fit_trigram(corpus.train)
     results = {}
@@ -98,10 +108,11 @@ def main() -> None:
         "checkpoint": str(path),
         "python": platform.python_version(),
         "text_sha256": corpus.sha256,
-        "trained_on_this_text": load_record(path)["text_sha256"] == corpus.sha256,
+        "trained_on_this_text": record["text_sha256"] == corpus.sha256,
         "results": results,
     }
     print(json.dumps(summary, separators=(",", ":")))
+    return 0
 
 
 _token_nats = jax.jit(token_nats, static_argnames=("decode",))
@@ -112,4 +123,4 @@ def _bits(nats: float) -> float:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

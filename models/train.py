@@ -1,6 +1,6 @@
 """Trains a byte-level decoder on the text every CPython carries, and writes its checkpoint and model card.
 
-    python -m models.train configs/train/byte_llama.yaml [--seed 1 --optimizer.peak_learning_rate 1e-3 ...]
+    uv run python -m models.train configs/train/byte_llama.yaml --out_dir runs/model [--seed 1 ...]
 
 On one machine the same config and versions give the same weights, bit for bit.
 """
@@ -173,13 +173,24 @@ def _train_step(
     return jax.tree.map(jnp.add, params, updates), state, loss
 
 
-def main() -> None:
-    """Trains, evaluates, saves; the last line of stdout is the result as JSON."""
+def main() -> int:
+    """Trains, evaluates, saves; the last line of stdout is the result as JSON.
+
+    Returns:
+      The exit code: 2 for a mistake in the command or the config, which is told in a line.
+    """
     if len(sys.argv) < 2 or sys.argv[1].startswith("-"):
-        raise SystemExit("usage: python -m models.train CONFIG.yaml [--field value ...]")
+        print("usage: python -m models.train CONFIG.yaml [--field value ...]", file=sys.stderr)
+        return 2
     config_path, *overrides = sys.argv[1:]
-    config = draccus.parse(TrainConfig, config_path=config_path, args=overrides)
-    check_free(config.out_dir, config.overwrite)
+    try:
+        config = draccus.parse(TrainConfig, config_path=config_path, args=overrides)
+        check_free(config.out_dir, config.overwrite)
+    except (draccus.ParsingError, OSError) as error:
+        # Where draccus only says that something failed, its cause says what: YAML, or a ValueError of the config.
+        told = isinstance(error, draccus.utils.DecodingError)
+        print("error:", " ".join(str(error if told else error.__cause__ or error).split()), file=sys.stderr)
+        return 2
     corpus = load_corpus()
 
     start = time.perf_counter()
@@ -204,6 +215,7 @@ def main() -> None:
     save_checkpoint(config.out_dir, decode.model(params), files, overwrite=config.overwrite)
     summary = {"checkpoint": config.out_dir} | {k: v for k, v in record.items() if k != "config"}
     print(json.dumps(summary, separators=(",", ":")))
+    return 0
 
 
 def _progress() -> Progress:
@@ -244,4 +256,4 @@ def _describe(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

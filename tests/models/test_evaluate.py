@@ -1,12 +1,16 @@
+import shutil
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
 
+from models.checkpoint import save_checkpoint
 from models.config import DecoderConfig
 from models.decoder import Decoder, forward, make_decode
-from models.evaluate import cut_windows, evaluate, token_nats
+from models.evaluate import cut_windows, evaluate, main, token_nats
 from models.trigram import fit_trigram
 
 CONFIG = DecoderConfig(vocab=256, width=8, layers=1, q_heads=2, kv_heads=1, head_dim=4, ffn=8)
@@ -54,3 +58,15 @@ def test_the_loss_is_that_of_the_next_byte_whatever_the_batch():
         np.testing.assert_allclose(heldout.bits_by_position, by_position, atol=1e-4)
         scored = trigram.nats(TEXT)[1 : 1 + part.size]
         assert heldout.trigram_bits_per_byte == pytest.approx(scored.mean() / np.log(2))
+
+
+@pytest.mark.parametrize("missing", ["config.json", "training.json", "weights"])
+def test_a_checkpoint_that_lacks_something_is_told_in_one_line(tmp_path, monkeypatch, capsys, missing):
+    save_checkpoint(tmp_path / "tiny", Decoder(CONFIG, rngs=nnx.Rngs(0)), {"training.json": "{}"})
+    lost = tmp_path / "tiny" / missing
+    shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
+    monkeypatch.setattr(sys, "argv", ["evaluate", str(tmp_path / "tiny")])
+    assert main() == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert missing in line

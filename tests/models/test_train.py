@@ -85,7 +85,7 @@ def write_config(folder: pathlib.Path) -> str:
 def test_the_command_writes_a_checkpoint_with_its_card_and_ends_in_json(tmp_path, monkeypatch, capsys):
     arguments = [write_config(tmp_path), "--optimizer.peak_learning_rate", "0.005"]
     monkeypatch.setattr(sys, "argv", ["train", *arguments])
-    main()
+    assert main() == 0
     output = capsys.readouterr()
     assert output.err == ""
     summary = json.loads(output.out.splitlines()[-1])
@@ -100,5 +100,38 @@ def test_the_command_writes_a_checkpoint_with_its_card_and_ends_in_json(tmp_path
         assert figure in card
     # The checkpoint that is there now is safe from the same command, which says so before it trains.
     monkeypatch.setattr("models.train.train", lambda *_: pytest.fail("trained for nothing"))
-    with pytest.raises(FileExistsError, match="tiny exists"):
+    assert main() == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    assert output.err.startswith(f"error: {tmp_path / 'tiny'} exists; give another path")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.yaml"], "error: [Errno 2] No such file or directory: 'nowhere.yaml'"),
+        (["tiny.yaml", "--seed", "abc"], "error: `seed`: Couldn't parse 'abc' into an int"),
+        (["tiny.yaml", "--optimizer.warmup_steps", "4"], "error: optimizer.warmup_steps must be below the 4 steps of"),
+        (["broken.yaml"], "error: while parsing a flow node"),
+        ([], "usage: python -m models.train CONFIG.yaml"),
+    ],
+)
+def test_a_mistake_is_told_in_one_line(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    write_config(tmp_path)
+    (tmp_path / "broken.yaml").write_text("model: [\n")
+    monkeypatch.setattr(sys, "argv", ["train", *arguments])
+    assert main() == 2
+    output = capsys.readouterr()
+    assert output.out == ""
+    (line,) = output.err.splitlines()
+    assert line.startswith(message)
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_of_two_folders_on_the_command_line_the_last_one_counts(tmp_path, monkeypatch):
+    """The card adds one behind a command that may have its own."""
+    monkeypatch.setattr(sys, "argv", ["train", write_config(tmp_path), "--out_dir", "a", "--out_dir", str(tmp_path)])
+    monkeypatch.setattr("models.train.check_free", lambda path, overwrite: sys.exit(path))
+    with pytest.raises(SystemExit, match=str(tmp_path)):
         main()
