@@ -41,7 +41,6 @@ EXPERIMENTS: Mapping[str, str] = {
     "allocator_bench": "experiments.allocator_bench",
     "capacity": "experiments.capacity",
     "paged_vs_contiguous": "experiments.paged_vs_contiguous",
-    "prefix_sharing": "experiments.prefix_sharing",
 }
 
 
