@@ -147,7 +147,7 @@ def adopt(
     tables = []
     for g, table in enumerate(state.tables):
         ids = jnp.where(ok, hit.blocks[g], none)
-        pool = retain(pool, ids)
+        pool = retain(pool, ids, distinct=True)
         contents = prefix_cache.touch(config, contents, ids, content.priority)
         tables.append(_begin_row(table, row, ids, hit.first[g], hit.end[g], none))
     chain = chains.start_chain(

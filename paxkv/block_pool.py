@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from paxkv.control_flow import read_now, run_if
+from paxkv.control_flow import run_if
 
 
 @typing.no_type_check
@@ -26,20 +26,21 @@ class BlockPool:
     queue: jax.Array  # i32[3 * num_blocks]; ids from head to tail are free, a hole is the sentinel
     head: jax.Array  # i32[]; the next block to be taken stands here or behind it
     tail: jax.Array  # i32[]
-    places: jax.Array  # i32[num_blocks]; where a free block stands in the queue; anything for a held one
+    behind: jax.Array  # i32[]; from here to the tail are blocks that joined at the back
     num_free: jax.Array  # i32[]
-    extra_refs: jax.Array  # i32[num_blocks]; references to a block beyond the first; 0 for a free one
+    marks: jax.Array  # i32[num_blocks, 2]; where a free block stands in the queue (anything for a held one), and
+    # references to it beyond the first (0 for a free one). In one array, since they are read and written together.
 
     @property
     def num_blocks(self) -> int:
         """Blocks in the pool, free or not."""
-        return self.places.shape[0]
+        return self.marks.shape[0]
 
     @property
     def ref_counts(self) -> jax.Array:
         """References to each block, 0 for a free one: i32[num_blocks]."""
-        everyone = jnp.arange(self.num_blocks, dtype=jnp.int32)
-        return jnp.where(is_free(self, everyone), 0, 1 + self.extra_refs)
+        free, extra = look_at(self, jnp.arange(self.num_blocks, dtype=jnp.int32))[1:]
+        return jnp.where(free, 0, 1 + extra)
 
 
 def init_block_pool(num_blocks: int) -> BlockPool:
@@ -49,17 +50,33 @@ def init_block_pool(num_blocks: int) -> BlockPool:
         queue=jnp.full(3 * num_blocks, num_blocks, jnp.int32).at[num_blocks : 2 * num_blocks].set(ids),
         head=jnp.int32(num_blocks),
         tail=jnp.int32(2 * num_blocks),
-        places=ids + num_blocks,
+        behind=jnp.int32(2 * num_blocks),
         num_free=jnp.int32(num_blocks),
-        extra_refs=jnp.zeros(num_blocks, jnp.int32),
+        marks=jnp.stack([ids + num_blocks, jnp.zeros_like(ids)], axis=1),
     )
+
+
+def look_at(
+    pool: BlockPool, ids: Int32[Array, " n"]
+) -> tuple[Int32[Array, " n"], Bool[Array, " n"], Int32[Array, " n"]]:
+    """Of each block: its place in the queue if it is free, whether it is, and its references beyond the first.
+
+    An id that is not of this pool is not free.
+    """
+    mark = pool.marks.at[ids].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
+    place, extra = mark[:, 0], mark[:, 1]
+    there = pool.queue.at[place].get(mode="fill", fill_value=pool.num_blocks, wrap_negative_indices=False)
+    return place, (place >= pool.head) & (place < pool.tail) & (there == ids), extra
 
 
 def is_free(pool: BlockPool, ids: Int32[Array, " n"]) -> Bool[Array, " n"]:
     """Whether each block is free; False for an id that is not of this pool."""
-    place = pool.places.at[ids].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
-    there = pool.queue.at[place].get(mode="fill", fill_value=pool.num_blocks, wrap_negative_indices=False)
-    return (place >= pool.head) & (place < pool.tail) & (there == ids)
+    return look_at(pool, ids)[1]
+
+
+def may_have_content(before: BlockPool, after: BlockPool) -> Bool[Array, ""]:
+    """Whether a block that was taken between these two may have joined at the back, as those with content do."""
+    return (after.num_free < before.num_free) & ((after.head > after.behind) | (after.head == before.head))
 
 
 def take(
@@ -132,26 +149,23 @@ def _lowest(
     return pool.queue.at[chosen].set(none, mode="drop"), found
 
 
-def retain(
-    pool: BlockPool, ids: Int32[Array, " n"], again: Bool[Array, " n"] | None = None
-) -> BlockPool:
+def retain(pool: BlockPool, ids: Int32[Array, " n"], *, distinct: bool = False) -> BlockPool:
     """Adds one reference to each block, free or held; a free one leaves the queue.
 
     Args:
       pool: the pool.
-      ids: the blocks; the sentinel marks empty places.
-      again: where a block is listed for more than the first time; needed if any is.
+      ids: a block for each reference to add; the sentinel marks empty places.
+      distinct: whether no block is listed twice, which spares a sort.
     """
     none, size = pool.num_blocks, pool.queue.shape[0]
-    free = is_free(pool, ids)
-    freed = free if again is None else free & ~again
-    place = pool.places.at[ids].get(mode="fill", fill_value=size)
+    place, free, extra = look_at(pool, ids)
+    mentions, last = _mentions(ids, distinct)
+    first = jnp.where(free, -1, extra)  # one less than the references it has
     return dataclasses.replace(
         pool,
-        queue=pool.queue.at[jnp.where(freed, place, size)].set(none, mode="drop"),
-        num_free=pool.num_free - jnp.sum(freed, dtype=jnp.int32),
-        # The first reference to a free block is not an extra one.
-        extra_refs=pool.extra_refs.at[jnp.where(freed, none, ids)].add(1, mode="drop"),
+        queue=pool.queue.at[jnp.where(free & last, place, size)].set(none, mode="drop"),
+        num_free=pool.num_free - jnp.sum(free & last, dtype=jnp.int32),
+        marks=pool.marks.at[jnp.where(last, ids, none)].set(jnp.stack([place, first + mentions], axis=1), mode="drop"),
     )
 
 
@@ -159,6 +173,8 @@ def give_back(
     pool: BlockPool,
     ids: Int32[Array, " n"],
     to_back: Bool[Array, " n"] | None = None,
+    *,
+    distinct: bool = False,
 ) -> tuple[BlockPool, Bool[Array, ""]]:
     """Drops one reference to each block; a block that nobody refers to any more becomes free.
 
@@ -170,6 +186,7 @@ def give_back(
       pool: the pool.
       ids: a block for each reference to drop. The sentinel marks places with nothing to return.
       to_back: blocks that, if they become free, are to be taken last of all.
+      distinct: whether no block is listed twice, which spares a sort.
 
     Returns:
       The pool, and whether every id was a block of this pool with as many references as it was listed times. If not,
@@ -179,44 +196,42 @@ def give_back(
     most = jnp.minimum(jnp.sum(ids != none, dtype=jnp.int32), none)
     pool = run_if((most > pool.head) | (most > size - pool.tail), _recentre, pool)
 
-    known = (ids >= 0) & (ids < none)
-    held = read_now(known & ~is_free(pool, ids))
-    at = jnp.where(held, ids, none)
-    extra_refs = pool.extra_refs.at[at].add(-1, mode="drop")
-    left = read_now(extra_refs.at[at].get(mode="fill", fill_value=0))
-    ok = ~jnp.any((ids != none) & (~held | (left < -1)))
-    extra_refs = extra_refs.at[jnp.where(ok, none, at)].add(1, mode="drop")  # as it was, if anything is wrong
-
-    places, one_each = _mark_one_each(pool.places, at)
-    freed = held & ok & (left == -1) & one_each
+    _, free, extra = look_at(pool, ids)
+    mentions, last = _mentions(ids, distinct)
+    left = extra + 1 - mentions
+    held = (ids >= 0) & (ids < none) & ~free
+    ok = ~jnp.any((ids != none) & (~held | (left < 0)))
+    freed = held & last & ok & (left == 0)
     behind = freed & to_back if to_back is not None else jnp.zeros_like(freed)
     before = freed & ~behind
     rank_before = jnp.cumsum(before, dtype=jnp.int32)
     rank_behind = jnp.cumsum(behind, dtype=jnp.int32)
     num_before, num_behind = rank_before[-1], rank_behind[-1]
-
     place = jnp.where(before, pool.head - rank_before, pool.tail + num_behind - rank_behind)
+    mark = jnp.stack([jnp.where(freed, place, -1), jnp.maximum(left - 1, 0)], axis=1)
     return BlockPool(
         queue=pool.queue.at[jnp.where(freed, place, size)].set(ids, mode="drop"),
+        behind=pool.behind,
         head=pool.head - num_before,
         tail=pool.tail + num_behind,
-        places=places.at[jnp.where(freed, ids, none)].set(place, mode="drop"),
         num_free=pool.num_free + num_before + num_behind,
-        extra_refs=extra_refs.at[jnp.where(freed, ids, none)].set(0, mode="drop"),
+        marks=pool.marks.at[jnp.where(held & last & ok, ids, none)].set(mark, mode="drop"),
     ), ok
 
 
-def _mark_one_each(
-    places: Int32[Array, " num_blocks"], ids: Int32[Array, " n"]
-) -> tuple[Int32[Array, " num_blocks"], Bool[Array, " n"]]:
-    """Of all places in `ids` that name the same block, the last one.
-
-    Writes to `places`, whose entries mean nothing for a held block: each place leaves its mark beside its block, and
-    one of them finds its own there.
-    """
+def _mentions(ids: Int32[Array, " n"], distinct: bool) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
+    """How often each block is listed, and which place is the last to do so."""
+    if distinct:
+        return jnp.ones_like(ids), jnp.ones(ids.shape, jnp.bool)
+    order = jnp.argsort(ids, stable=True)
+    in_order = ids[order]
+    last = jnp.concatenate([in_order[1:] != in_order[:-1], jnp.ones(1, jnp.bool)])
     place = jnp.arange(ids.shape[0], dtype=jnp.int32)
-    marks = places.at[ids].set(-1, mode="drop").at[ids].max(place, mode="drop")
-    return marks, marks.at[ids].get(mode="fill", fill_value=-1) == place
+    begin = jax.lax.cummax(jnp.where(jnp.roll(last, 1).at[0].set(True), place, 0))
+    return (
+        jnp.zeros_like(ids).at[order].set(place - begin + 1),
+        jnp.zeros(ids.shape, jnp.bool).at[order].set(last),
+    )
 
 
 _WINDOW = 1024
@@ -237,30 +252,36 @@ def _recentre(pool: BlockPool) -> BlockPool:
     def read(queue: jax.Array, start: jax.Array) -> jax.Array:
         return jax.lax.dynamic_slice(queue, (jnp.clip(start, 0, size - depth),), (depth,))
 
-    def write(queue: jax.Array, places: jax.Array, ids: jax.Array, here: jax.Array, to: jax.Array) -> tuple:
+    def write(queue: jax.Array, marks: jax.Array, ids: jax.Array, here: jax.Array, to: jax.Array) -> tuple:
         queue = queue.at[jnp.where(here, to, size)].set(ids, mode="drop")
-        return queue, places.at[jnp.where(here, ids, none)].set(to, mode="drop")
+        return queue, marks.at[jnp.where(here, ids, none), 0].set(to, mode="drop")
 
     def forward(carry: tuple) -> tuple:
-        queue, places, window, start, done = carry
+        queue, marks, window, start, done, behind = carry
         place = jnp.clip(start, 0, size - depth) + offset
         here = (window != none) & (place >= start) & (place < pool.tail)
         to = done + jnp.cumsum(here, dtype=jnp.int32) - 1
-        queue, places = write(queue, places, window, here, to)
-        return queue, places, read(queue, start + depth), start + depth, to[-1] + 1
+        queue, marks = write(queue, marks, window, here, to)
+        behind -= jnp.sum(~here & (place >= jnp.maximum(start, pool.head)) & (place < pool.behind), dtype=jnp.int32)
+        return queue, marks, read(queue, start + depth), start + depth, to[-1] + 1, behind
 
     def backward(carry: tuple) -> tuple:
-        queue, places, window, start = carry
+        queue, marks, window, start = carry
         place = jnp.clip(start, 0, size - depth) + offset
         here = (place >= jnp.maximum(start, base)) & (place < start + depth) & (place < base + pool.num_free)
-        queue, places = write(queue, places, window, here, place + none - base)
-        return queue, places, read(queue, start - depth), start - depth
+        queue, marks = write(queue, marks, window, here, place + none - base)
+        return queue, marks, read(queue, start - depth), start - depth
 
-    forth = (pool.queue, pool.places, read(pool.queue, pool.head), pool.head, base)
-    queue, places, _, _, _ = jax.lax.while_loop(lambda carry: carry[3] < pool.tail, forward, forth)
+    forth = (pool.queue, pool.marks, read(pool.queue, pool.head), pool.head, base, pool.behind)
+    queue, marks, _, _, _, behind = jax.lax.while_loop(lambda carry: carry[3] < pool.tail, forward, forth)
     start = jnp.where(base < none, base + pool.num_free - depth, base - depth)
-    back = (queue, places, read(queue, start), start)
-    queue, places, _, _ = jax.lax.while_loop(lambda carry: carry[3] > base - depth, backward, back)
+    back = (queue, marks, read(queue, start), start)
+    queue, marks, _, _ = jax.lax.while_loop(lambda carry: carry[3] > base - depth, backward, back)
     return dataclasses.replace(
-        pool, queue=queue, places=places, head=jnp.int32(none), tail=none + pool.num_free
+        pool,
+        queue=queue,
+        marks=marks,
+        head=jnp.int32(none),
+        tail=none + pool.num_free,
+        behind=jnp.maximum(behind, pool.head) - pool.head + none,
     )

@@ -89,10 +89,11 @@ def _of_paged(memory: Paged, state: PagedState) -> Counts:
     if state.pins is not None:
         mentions += state.pins
     used = _count(pool.ref_counts > 0)
+    extra = pool.marks[:, 1]
     counts = {
         "free_ids_are_unique_blocks": _count(times_free > 1) + jnp.abs(jnp.sum(times_free) - pool.num_free),
         "free_blocks_have_no_references": _count((times_free > 0) != (pool.ref_counts == 0)),
-        "free_blocks_were_not_shared": _count((pool.extra_refs < 0) | ((times_free > 0) & (pool.extra_refs != 0))),
+        "free_blocks_were_not_shared": _count((extra < 0) | ((times_free > 0) & (extra != 0))),
         "free_and_used_are_all": jnp.abs(pool.num_free + used - none),
         "references_are_table_entries": _count(mentions != pool.ref_counts),
         "tables_cover_lengths": jnp.int32(0),
@@ -108,7 +109,7 @@ def _of_paged(memory: Paged, state: PagedState) -> Counts:
         in_order = jnp.sort(table.ids, axis=1)
         out_of_view = (group.out_of_view(state.seqs.lengths) // group.block_size)[:, None]
         full = (column + 1) * group.block_size <= state.seqs.lengths[:, None]
-        shared = pool.extra_refs.at[table.ids].get(mode="fill", fill_value=0) > 0
+        shared = extra.at[table.ids].get(mode="fill", fill_value=0) > 0
         counts["tables_cover_lengths"] += _count(needed & ~known & (column >= out_of_view)) + _count(filled & ~known)
         counts["tables_hold_no_old_ids"] += _count(~filled & (table.ids != none)) + _count(
             (table.first < 0) | (table.first > table.end) | (~state.seqs.active & (table.end != 0))

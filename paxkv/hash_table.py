@@ -56,15 +56,11 @@ def empty_entry(ways: Ways, none: int) -> tuple[Int32[Array, " n"], Bool[Array, 
     return bucket + place, jnp.max(room, axis=1) > 0
 
 
-def claim(
-    table: Int32[Array, "buckets ways"], entries: Int32[Array, " n"], wanted: Bool[Array, " n"]
-) -> tuple[Int32[Array, "buckets ways"], Bool[Array, " n"]]:
-    """Marks each wanted entry for the first that wants it, and says who that is. `fill` or `clear` it afterwards."""
-    count = entries.shape[0]
-    order = jnp.arange(count, dtype=jnp.int32) - count  # negative, below every block id; the first is the lowest
-    bucket, place = _place(table, entries, wanted)
-    table = table.at[bucket, WIDTH + place].min(order, mode="drop")
-    return table, wanted & (table.at[bucket, WIDTH + place].get(mode="fill", fill_value=0) == order)
+def first_claims(entries: Int32[Array, " n"], wanted: Bool[Array, " n"]) -> Bool[Array, " n"]:
+    """Of all that want the same entry, the first. Compares all pairs."""
+    place = jnp.arange(entries.shape[0], dtype=jnp.int32)
+    rival = (entries[:, None] == entries[None, :]) & wanted[None, :] & (place[None, :] < place[:, None])
+    return wanted & ~jnp.any(rival, axis=1)
 
 
 def fill(
@@ -76,7 +72,8 @@ def fill(
 ) -> Int32[Array, "buckets ways"]:
     """Writes tag and block of each wanted key into its entry."""
     bucket, place = _place(table, entries, wanted)
-    return table.at[bucket, place].set(tags(keys), mode="drop").at[bucket, WIDTH + place].set(blocks, mode="drop")
+    where = jnp.stack([place, WIDTH + place], axis=1)
+    return table.at[bucket[:, None], where].set(jnp.stack([tags(keys), blocks], axis=1), mode="drop")
 
 
 def clear(

@@ -65,7 +65,7 @@ def fork(
         table, ids = sharing.share_row(
             state.tables[g], parent, at, blocks_for(length, group.block_size), none
         )
-        pool = retain(pool, ids)
+        pool = retain(pool, ids, distinct=True)
         tables.append(table)
     blamed = jnp.arange(memory.rows, dtype=jnp.int32) == jnp.clip(parent, 0, memory.rows - 1)
     seqs = occupy(state.seqs, row, promised, ok, stored=length)

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.paged_attention import paged_attention
 from paxkv import block_tables, chains, lifecycle, prefix_cache, publishing, sharing
 from paxkv.admission import Hit, adopt, look_up, no_hit
-from paxkv.block_pool import give_back, init_block_pool, take
+from paxkv.block_pool import give_back, init_block_pool, may_have_content, take
 from paxkv.block_tables import BlockTable, blocks_for
 from paxkv.cache_stats import no_stats
 from paxkv.control_flow import run_if
@@ -222,7 +222,8 @@ class Paged:
         if self.cache is not None and state.contents is not None:
             ranking = prefix_cache.ranking(self.cache, state.contents)
         pool, ids, served = take(state.pool, wants.reshape(-1), ranking)
-        state = self._forget(dataclasses.replace(state, pool=pool), ids)
+        loses = may_have_content(state.pool, pool)
+        state = self._forget(dataclasses.replace(state, pool=pool), ids, loses)
 
         ids, at, tables, pairs = ids.reshape(wants.shape), 0, [], []
         for g, (columns, grows, writes) in enumerate(plans):
@@ -233,7 +234,8 @@ class Paged:
                     (jnp.where(copied, writes.blocks, self.num_blocks), jnp.where(copied, ids[:, at], self.num_blocks))
                 )
                 table = sharing.replace_tail(table, old_lengths // self.layer_groups[g].block_size, ids[:, at], copied)
-                state = self._forget(state, jnp.where(writes.alone & served, writes.blocks, self.num_blocks), 0)
+                written = jnp.where(writes.alone & served, writes.blocks, self.num_blocks)
+                state = self._forget(state, written, jnp.any(writes.alone), counts=0)
                 at += 1
             width = columns.shape[1]
             tables.append(block_tables.put(table, columns, ids[:, at : at + width], grows & served))
@@ -247,15 +249,23 @@ class Paged:
         seqs, outcome = advance(state.seqs, new_lengths, malformed, served)
         return dataclasses.replace(state, seqs=seqs), outcome
 
-    def _forget(self, state: PagedState, ids: Int32[Array, " n"], counts: int = 1) -> PagedState:
+    def _forget(
+        self, state: PagedState, ids: Int32[Array, " n"], any_cached: Bool[Array, ""], counts: int = 1
+    ) -> PagedState:
         """These blocks are about to be written: what they held is lost, which counts as evictions."""
-        if self.cache is None or state.contents is None:
+        if self.cache is None or state.contents is None or state.stats is None:
             return state
-        lost = jnp.sum(prefix_cache.content_of(state.contents, ids) != 0, dtype=jnp.int32)
         config = self.cache
-        contents = run_if(lost > 0, lambda contents: prefix_cache.forget(config, contents, ids), state.contents)
-        stats = dataclasses.replace(state.stats, evictions=state.stats.evictions + counts * lost)
-        return dataclasses.replace(state, contents=contents, stats=stats)
+
+        def forget(carry: tuple) -> tuple:
+            contents, evictions = carry
+            lost = jnp.sum(prefix_cache.content_of(contents, ids) != 0, dtype=jnp.int32)
+            return prefix_cache.forget(config, contents, ids), evictions + counts * lost
+
+        contents, evictions = run_if(any_cached, forget, (state.contents, state.stats.evictions))
+        return dataclasses.replace(
+            state, contents=contents, stats=dataclasses.replace(state.stats, evictions=evictions)
+        )
 
     def joins_at_back(self, state: PagedState, ids: Int32[Array, " n"]) -> Bool[Array, " n"] | None:
         """Which of these blocks join the back of the queue if they become free; None for none of them."""
@@ -288,7 +298,7 @@ class Paged:
             pool, todo, bad = carry
             row = jnp.argmax(todo)
             ids = jnp.concatenate([table.ids[row] for table in state.tables])
-            pool, ok = give_back(pool, ids, self.joins_at_back(state, ids))
+            pool, ok = give_back(pool, ids, self.joins_at_back(state, ids), distinct=True)
             return pool, todo.at[row].set(False), bad.at[row].set(~ok)
 
         def clear_one(carry: tuple) -> tuple:

@@ -85,8 +85,7 @@ class Contents:
     """What the blocks of a pool hold. A block without content has an all-zero record."""
 
     table: jax.Array  # i32[buckets, 16]; see hash_table
-    records: jax.Array  # i32[num_blocks, 6]; content, parent content, table entry, adapter, salt, epoch
-    tokens: jax.Array  # i32[num_blocks, block_size]
+    records: jax.Array  # i32[num_blocks, 6 + block_size]; content, parent, table entry, adapter, salt, epoch, tokens
     ranks: jax.Array  # i32[num_blocks]; eviction takes the lowest first; i32[0] for lru, which has the free queue
     next_content: jax.Array  # i32[]
     evicted_tags: jax.Array  # i32[tags]; tags of keys that were cached once; i32[0] unless misses are explained
@@ -111,8 +110,7 @@ def init_contents(config: PrefixCache, num_blocks: int, block_size: int) -> Cont
     tags = tags if config.explain else 0
     return Contents(
         table=hash_table.init_table(num_blocks),
-        records=jnp.zeros((num_blocks, _COLUMNS), jnp.int32),
-        tokens=jnp.zeros((num_blocks, block_size), jnp.int32),
+        records=jnp.zeros((num_blocks, _COLUMNS + block_size), jnp.int32),
         ranks=jnp.zeros(0 if config.eviction == "lru" else num_blocks, jnp.int32),
         next_content=jnp.int32(1),
         evicted_tags=jnp.zeros(tags, jnp.int32),
@@ -156,7 +154,7 @@ def find(
 
     def verify(same: Bool[Array, "n ways"]) -> tuple[Int32[Array, " n"], Found]:
         way, candidate = _first_way(blocks, same, none)
-        record, present = _compare(contents.records, contents.tokens, candidate, tokens, identity[None, :])
+        record, present = _compare(contents.records, candidate, tokens, identity[None, :])
         before = jnp.concatenate([jnp.full(1, root, jnp.int32), record[:-1, _CONTENT]])
         linked = present & (record[:, _PARENT] == before)
         hits = jnp.min(jnp.where(linked & (position < limit), keys.shape[0], position), initial=limit)
@@ -187,17 +185,15 @@ def _first_way(
 
 def _compare(
     records: Int32[Array, "num_blocks columns"],
-    tokens: Int32[Array, "num_blocks block_size"],
     candidates: Int32[Array, " n"],
     wanted_tokens: Int32[Array, "n size"],
     wanted_identities: Int32[Array, "#n 3"],
 ) -> tuple[Int32[Array, "n columns"], Bool[Array, " n"]]:
     """The records of these blocks, and whether tokens and identity are those wanted."""
-    record = records.at[candidates].get(mode="fill", fill_value=0)
-    held = tokens.at[candidates, : wanted_tokens.shape[1]].get(mode="fill", fill_value=0)
-    record, held = read_now((record, held))
-    equal = jnp.all(held == wanted_tokens, axis=1) & jnp.all(record[:, _IDENTITY] == wanted_identities, axis=1)
-    return record, equal & (candidates != records.shape[0])
+    wanted = jnp.concatenate([jnp.broadcast_to(wanted_identities, (candidates.shape[0], 3)), wanted_tokens], axis=1)
+    record = read_now(records.at[candidates].get(mode="fill", fill_value=0))
+    held = record[:, _IDENTITY.start : _IDENTITY.start + wanted.shape[1]]
+    return record, jnp.all(held == wanted, axis=1) & (candidates != records.shape[0])
 
 
 def _has_other(same: Bool[Array, "n ways"], at: Int32[Array, ""], limit: Int32[Array, ""]) -> Bool[Array, ""]:
@@ -271,7 +267,7 @@ def publish(
 
     def go_round(carry: _Round) -> _Round:
         """Settles the next blocks, in order, but for those whose candidate or entry turned out not to be theirs."""
-        table, records, tokens = carry.table, carry.records, carry.tokens
+        table, records = carry.table, carry.records
         at = _first_true(carry.pending, width)
         todo, some = _pick(filled, carry, at, fresh)
 
@@ -281,10 +277,11 @@ def publish(
         tried = (carry.tried.at[at].get(mode="fill", fill_value=0)[:, None] >> jnp.arange(hash_table.WAYS)) & 1
         same = ways.same & (tried == 0)
         way, candidate = _first_way(ways.blocks, same, none)
-        record, equal = _compare(records, tokens, candidate, some.tokens, some.identities)
+        record, equal = _compare(records, candidate, some.tokens, some.identities)
         continues = equal & (record[:, _PARENT] == _parents(some, record[:, _CONTENT]))
         ready = todo & some.settled if config.collide else todo  # equal keys tell nothing before the parent is known
-        found = ready & _unbroken(continues, some.settled)
+        starts = None if filled.starts is None else some.settled
+        found = ready & _unbroken(continues, starts)
 
         # Copies of a content are all the same, but keys can collide: then the next candidate is looked at in turn.
         refuted = ready & some.settled & ~continues & (candidate != none)
@@ -295,22 +292,23 @@ def publish(
         # Nobody goes ahead of its parent.
         goes_in = ready & ~found if merge else ready
         broken = todo & some.settled & ((goes_in & ~room) | (some.parents == BROKEN))
-        table, claimed = hash_table.claim(table, entry, goes_in & ~broken & room)
+        claimed = hash_table.first_claims(entry, goes_in & ~broken & room)
         merged = found & merge
-        put = claimed & _unbroken(claimed | merged, some.settled)
-        table = hash_table.clear(table, entry, claimed & ~put, none)
+        put = claimed & _unbroken(claimed | merged, starts)
 
         ids = jnp.where(found, record[:, _CONTENT], some.fresh)
         parents = _parents(some, ids)
         table = hash_table.fill(table, entry, some.keys, some.blocks, put)
-        rows = jnp.concatenate([jnp.stack([ids, parents, entry], axis=1), some.identities], axis=1)
+        unused = jnp.zeros((width, records.shape[1] - _COLUMNS - some.tokens.shape[1]), jnp.int32)
+        rows = jnp.concatenate(
+            [jnp.stack([ids, parents, entry], axis=1), some.identities, some.tokens, unused], axis=1
+        )
         where = jnp.where(put, some.blocks, none)
         settled_now = put | broken | merged
         done = jnp.where(settled_now, at, count)
         return _Round(
             table=table,
             records=records.at[where].set(rows, mode="drop"),
-            tokens=tokens.at[where, : some.tokens.shape[1]].set(some.tokens, mode="drop"),
             pending=carry.pending.at[done].set(False, mode="drop"),
             tried=carry.tried.at[at].set(tried_now, mode="drop"),
             ids=carry.ids.at[done].set(jnp.where(broken, BROKEN, ids), mode="drop"),
@@ -320,7 +318,6 @@ def publish(
     start = _Round(
         table=contents.table,
         records=contents.records,
-        tokens=contents.tokens,
         pending=filled.valid,
         tried=jnp.zeros(count, jnp.int32),
         ids=jnp.zeros(count, jnp.int32),
@@ -331,7 +328,6 @@ def publish(
         contents,
         table=end.table,
         records=end.records,
-        tokens=end.tokens,
         ranks=_ranks_of_new(config, contents.ranks, filled, end.ids, end.holders, fresh),
         next_content=contents.next_content + jnp.sum(filled.valid, dtype=jnp.int32),
         known_tags=contents.known_tags
@@ -346,7 +342,6 @@ class _Round(NamedTuple):
 
     table: Int32[Array, "buckets ways"]
     records: Int32[Array, "num_blocks columns"]
-    tokens: Int32[Array, "num_blocks block_size"]
     pending: Bool[Array, " n"]
     tried: Int32[Array, " n"]  # a bit for each way whose block turned out to be another
     ids: Int32[Array, " n"]
@@ -402,8 +397,10 @@ def _parents(some: _Some, ids: Int32[Array, " width"]) -> Int32[Array, " width"]
     return jnp.where(some.settled, some.parents, jnp.concatenate([some.parents[:1], ids[:-1]]))
 
 
-def _unbroken(good: Bool[Array, " n"], starts: Bool[Array, " n"]) -> Bool[Array, " n"]:
-    """Whether all entries from the last start up to this one are good."""
+def _unbroken(good: Bool[Array, " n"], starts: Bool[Array, " n"] | None) -> Bool[Array, " n"]:
+    """Whether all entries from the last start up to this one are good. None: each is a start."""
+    if starts is None:
+        return good
     position = jnp.arange(good.shape[0], dtype=jnp.int32)
     last_bad = jax.lax.cummax(jnp.where(good, -1, position))
     last_start = jax.lax.cummax(jnp.where(starts, position, 0))

@@ -5,7 +5,7 @@ import typing
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from paxkv import chains, prefix_cache
 from paxkv.block_pool import BlockPool, give_back, retain
@@ -87,16 +87,7 @@ def _merge(
     """Points the tables to the blocks that hold the same already, and gives the rows' own ones back."""
     none = pool.num_blocks
     merged = filled.valid & (holders != filled.blocks)
-    wanted = jnp.where(merged, holders, none)
-    pool = retain(pool, wanted, _listed_before(wanted))
+    pool = retain(pool, jnp.where(merged, holders, none))
     pool, _ = give_back(pool, jnp.where(merged, filled.blocks, none), merged if to_back else None)
     at = jnp.where(merged, row, table.ids.shape[0])
     return dataclasses.replace(table, ids=table.ids.at[at, index].set(holders, mode="drop")), pool
-
-
-def _listed_before(ids: Int32[Array, " n"]) -> Bool[Array, " n"]:
-    """Whether an earlier place names the same block."""
-    order = jnp.argsort(ids, stable=True)
-    in_order = ids[order]
-    again = jnp.concatenate([jnp.zeros(1, jnp.bool), in_order[1:] == in_order[:-1]])
-    return jnp.zeros(ids.shape, jnp.bool).at[order].set(again)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from paxkv.block_pool import BlockPool, give_back, retain
+from paxkv.block_pool import BlockPool, give_back, look_at, retain
 from paxkv.block_tables import BlockTable
 
 
@@ -68,7 +68,7 @@ def tail_writes(
     same = (block[:, None] == block[None, :]) & (block != none)[:, None]
     writers = jnp.sum(same, axis=1, dtype=jnp.int32)
     last = ~jnp.any(same & (row[None, :] > row[:, None]), axis=1)
-    references = 1 + pool.extra_refs.at[block].get(mode="fill", fill_value=0)
+    references = 1 + look_at(pool, block)[2]
     keeps = (writers == references) & last
     return TailWrites(block, copies=(block != none) & ~keeps, alone=(block != none) & (references == 1))
 
@@ -89,7 +89,7 @@ def hold(
         sources=jnp.concatenate([source for source, _ in pairs]),
         destinations=jnp.concatenate([destination for _, destination in pairs]),
     )
-    return retain(pool, copies.destinations), copies
+    return retain(pool, copies.destinations, distinct=True), copies
 
 
 def share_row(
