@@ -1,7 +1,7 @@
 """`python -m experiments {list,run,report,doctor}`.
 
 Standard output carries tables and, as its last line, one compact JSON; all else goes to standard error. The exit code
-is 0, or 1 if a check of an experiment failed or a run is unfinished, or 2 if something must be put right first.
+is 0, or 1 if a check of a run failed or the run is unfinished, or 2 if something must be put right first.
 """
 
 import argparse
@@ -75,7 +75,10 @@ def _dispatch(
         wants_help = overrides.pop("help", None) is not None
         if len(paths) != 1:
             if wants_help:
-                print(f"usage: {RUN_USAGE}\n\nrun CONFIG.yaml --help lists every key of a config.")
+                print(
+                    f"usage: {RUN_USAGE}\n\nrun CONFIG.yaml --help lists every key of a config. "
+                    "--memories.paged null leaves that group of keys out."
+                )
                 return 0
             raise UserError(f"run needs one config, got {len(paths)}: {RUN_USAGE}")
         loaded = run.load(pathlib.Path(paths[0]), overrides, experiments)

@@ -7,6 +7,7 @@ belongs and a fraction where a whole number belongs are all refused, with the do
 import copy
 import dataclasses
 import hashlib
+import inspect
 import json
 import pathlib
 import re
@@ -73,7 +74,7 @@ def header(text: str) -> str:
 
 
 def override(raw: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, Any]:
-    """A copy of `raw` in which each dotted key has its new value, read as YAML.
+    """A copy of `raw` in which each dotted key has its new value, read as YAML; null takes out a group of keys.
 
     Raises:
       UserError: a value is not YAML, or a key leads through something that has no keys.
@@ -93,7 +94,10 @@ def override(raw: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, Any
             if not isinstance(node, dict):
                 held = ".".join(groups[: depth + 1])
                 raise UserError(f"--{dotted}: {held} is {_describe(node)}, which has no keys; give --{held} as a whole")
-        node[last] = value
+        if value is None and isinstance(node.get(last), dict):
+            del node[last]  # one of several memories, say: a group as such is never nothing
+        else:
+            node[last] = value
     return result
 
 
@@ -130,8 +134,8 @@ def config_hash(config: Any) -> str:
     return hashlib.sha256(canonical.encode()).hexdigest()
 
 
-def describe_fields(config: Any) -> list[tuple[str, str, Any]]:
-    """Dotted key, type and value of every field, for help."""
+def describe_fields(config: Any) -> list[tuple[str, str, Any, str]]:
+    """Dotted key, type and value of every field, and what its class' docstring says of it, for help."""
     return list(_fields(config, ""))
 
 
@@ -185,7 +189,9 @@ def _check(hint: Any, raw: Any, key: str, leaves: Mapping[str, str]) -> None:
         accepted, words = _SCALARS[hint]
         # bool is an int to Python; `rows: true` is a mistake all the same.
         if not isinstance(raw, accepted) or (isinstance(raw, bool) and hint is not bool):
-            raise _wrong(key, words, raw)
+            number = hint is str and isinstance(raw, int | float)
+            quote = f"; quote it: {key}: '{raw}' in a file, --{key} \"'{raw}'\" in a shell" if number else ""
+            raise _wrong(key, words, raw, quote)
 
 
 _SCALARS: Mapping[Any, tuple[type | tuple[type, ...], str]] = {
@@ -259,8 +265,8 @@ def _leaves(config_class: type[Any], prefix: str) -> Iterator[tuple[str, str]]:
                 yield from _leaves(choice, f"{prefix}{name}.")
 
 
-def _fields(config: Any, prefix: str) -> Iterator[tuple[str, str, Any]]:
-    hints = typing.get_type_hints(type(config))
+def _fields(config: Any, prefix: str) -> Iterator[tuple[str, str, Any, str]]:
+    hints, meanings = typing.get_type_hints(type(config)), _attributes(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
@@ -269,7 +275,15 @@ def _fields(config: Any, prefix: str) -> Iterator[tuple[str, str, Any]]:
             for name, item in value.items():
                 yield from _fields(item, f"{prefix}{field.name}.{name}.")
         else:
-            yield prefix + field.name, _type_name(hints[field.name]), draccus.encode(value)
+            kind = _type_name(hints[field.name])
+            yield prefix + field.name, kind, draccus.encode(value), meanings.get(field.name, "")
+
+
+def _attributes(config_class: type[Any]) -> dict[str, str]:
+    """The section `Attributes:` of a docstring, by name."""
+    _, _, section = (inspect.getdoc(config_class) or "").partition("\nAttributes:\n")
+    entries = re.findall(r"^( +)(\w+): (.*(?:\n\1 +.*)*)", section, flags=re.MULTILINE)
+    return {name: " ".join(words.split()) for _, name, words in entries}
 
 
 def _identity(value: Any) -> Any:

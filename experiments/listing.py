@@ -12,7 +12,7 @@ import rich.table
 from experiments import config as configs
 from experiments import files, registry, results
 from experiments.errors import UserError
-from experiments.run_directory import SUMMARY, experiment_of, is_running
+from experiments.run_directory import MANIFEST, SUMMARY, experiment_of, is_running
 
 
 def show(
@@ -55,10 +55,20 @@ def _show_runs(out_dir: pathlib.Path, experiments: Mapping[str, str], console: r
         return
     table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
     table.add_column(f"runs in {out_dir}", no_wrap=True)
+    table.add_column("started")
     table.add_column("status")
     for path in paths:
-        table.add_row(path.name, _status(path))
+        table.add_row(path.name, _started(path), _status(path))
     console.print(table)
+
+
+def _started(path: pathlib.Path) -> str:
+    """When a run was begun, by the first of its sessions; empty if it was stopped before it could say so."""
+    try:
+        facts = files.read_json(path / MANIFEST)
+        return [*facts["earlier_sessions"], facts][0]["started"]
+    except (UserError, KeyError, TypeError):
+        return ""
 
 
 def _status(path: pathlib.Path) -> str:

@@ -15,7 +15,7 @@ def report(path: pathlib.Path, experiments: Mapping[str, str], console: rich.con
     """Prints the table of a run and rewrites its page.
 
     Returns:
-      The exit code: 1 for a run that is not finished.
+      The exit code, as the run itself had it: 1 if a check failed, also 1 for a run that is not finished.
 
     Raises:
       UserError: `path` is no run directory, or one of its files is damaged.
@@ -32,7 +32,7 @@ def report(path: pathlib.Path, experiments: Mapping[str, str], console: rich.con
     experiment.show(summary["results"], console)
     files.write_text(path / REPORT, page.build(path, experiment, summary))
     print(results.summary_line(summary))
-    return 0
+    return 1 if summary["status"] == results.FAILED else 0
 
 
 def _unfinished(path: pathlib.Path, name: str, experiments: Mapping[str, str], console: rich.console.Console) -> int:

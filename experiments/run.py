@@ -45,10 +45,10 @@ def load(path: pathlib.Path, overrides: Mapping[str, str], experiments: Mapping[
 
 
 def show_help(loaded: Loaded, console: rich.console.Console) -> int:
-    """Lists every key of a config, its type and its value here."""
-    table = rich.table.Table("key", "type", "value", box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    for key, kind, value in configs.describe_fields(loaded.config):
-        table.add_row(f"--{key}", rich.markup.escape(kind), rich.markup.escape(str(value)))
+    """Lists every key of a config, its type, its value here and what it means."""
+    table = rich.table.Table("key", "type", "value", "meaning", box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    for key, kind, value, meaning in configs.describe_fields(loaded.config):
+        table.add_row(f"--{key}", *map(rich.markup.escape, (kind, str(value), meaning)))
     console.print(loaded.experiment.description)
     console.print(table)
     return 0

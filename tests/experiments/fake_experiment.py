@@ -18,6 +18,12 @@ MODELLED = frozenset({"ttft_ms_p50"})
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
+    """A memory.
+
+    Attributes:
+      block_size: tokens in a block.
+    """
+
     block_size: int
     policy: Literal["lru", "fifo"] = "lru"
 

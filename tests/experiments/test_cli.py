@@ -155,6 +155,7 @@ def test_help_lists_every_key_of_a_config(call, config):
     assert code == 0
     for key in ("--memory.block_size", "--memory.policy", "--seed", "--names", "--trace"):
         assert key in out
+    assert re.search(r"--memory.block_size +int +16 +tokens in a block\. *\n", out)
     assert call("run", "--help")[1].startswith("usage:")
 
 
@@ -163,6 +164,7 @@ def test_a_failed_check_is_told_apart_from_a_mistake(call, config):
     assert code == 1
     assert json.loads(out.splitlines()[-1])["status"] == "failed"
     assert "check failed: paged is not ok" in err
+    assert call("report", str(only_run()))[0] == 1
     assert "paged is not ok" in (only_run() / "report.html").read_text()
 
 

@@ -145,6 +145,22 @@ def test_overrides_replace_and_reach_into_groups_and_leave_the_original():
     assert raw["memory"] == {"block_size": 16}
 
 
+def test_null_takes_out_a_group_and_is_nothing_elsewhere():
+    raw = {"memories": {"paged": {"block_size": 16}, "other": {}}, "rate": 3.0}
+    changed = configs.override(raw, {"memories.paged": "null", "rate": "null", "memories.none": "null"})
+    assert changed == {"memories": {"other": {}, "none": None}, "rate": None}
+
+
+def test_a_number_where_a_text_belongs_is_refused_with_the_way_to_quote_it():
+    with pytest.raises(UserError) as refusal:
+        decode(experiment=0.9)
+    assert str(refusal.value) == (
+        "experiment must be a text, got the number 0.9; quote it: experiment: '0.9' in a file, "
+        """--experiment "'0.9'" in a shell"""
+    )
+    assert configs.override({}, {"experiment": "'0.9'"}) == {"experiment": "0.9"}
+
+
 @pytest.mark.parametrize("key", ["names.0", "seed.x"])
 def test_an_override_cannot_reach_into_what_has_no_keys(key):
     with pytest.raises(UserError, match=f"--{key}: .* has no keys"):
@@ -192,12 +208,23 @@ def test_a_resolved_config_is_the_same_config_with_the_same_comment():
 def test_every_field_is_listed_under_the_key_that_overrides_it():
     @dataclasses.dataclass(frozen=True)
     class Groups:
+        """Some groups.
+
+        Attributes:
+            memories: not a field that can be overridden.
+            none: of a meaning that goes
+                over two lines: with a colon.
+
+        Raises:
+            ValueError: never.
+        """
+
         memories: dict[str, Memory]
         one: Memory
         none: dict[str, Memory] = dataclasses.field(default_factory=dict)
 
     fields = configs.describe_fields(Groups({"a": Memory(1), "b": Memory(2)}, Memory(3)))
-    assert [(key, value) for key, _, value in fields] == [
+    assert [(key, value) for key, _, value, _ in fields] == [
         ("memories.a.block_size", 1),
         ("memories.a.policy", "lru"),
         ("memories.b.block_size", 2),
@@ -207,6 +234,9 @@ def test_every_field_is_listed_under_the_key_that_overrides_it():
         ("none", {}),
     ]
     assert fields[0][1] == "int"
+    meanings = {key: meaning for key, _, _, meaning in fields}
+    assert meanings["none"] == "of a meaning that goes over two lines: with a colon."
+    assert set(meanings.values()) == {"", meanings["none"]}
 
 
 def test_a_header_ends_where_the_comment_ends():

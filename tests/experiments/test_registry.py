@@ -69,6 +69,9 @@ def test_a_list_shows_configs_with_their_question_and_runs_with_their_status(tmp
         path.mkdir(parents=True)
         if summary:
             (path / "summary.json").write_text(summary)
+    pathlib.Path("runs/fake-a-0/manifest.json").write_text('{"started": "2026-01-02", "earlier_sessions": []}')
+    resumed = '{"started": "2026-01-04", "earlier_sessions": [{"started": "2026-01-03"}]}'
+    pathlib.Path("runs/fake-b-1/manifest.json").write_text(resumed)
     pathlib.Path("runs/other").mkdir()
     assert cli.main(["list"], {"fake": "fake_experiment"}) == 0
     out, err = capsys.readouterr()
@@ -78,7 +81,11 @@ def test_a_list_shows_configs_with_their_question_and_runs_with_their_status(tmp
     assert "More." not in out
     assert "train.yaml" not in out
     assert "other" not in out
-    assert {"fake-a-0 finished", "fake-b-1 unfinished", "fake-c-0 summary.json is damaged"} <= set(lines)
+    assert {
+        "fake-a-0 2026-01-02 finished",
+        "fake-b-1 2026-01-03 unfinished",
+        "fake-c-0 summary.json is damaged",
+    } <= set(lines)
     assert "configs/broken.yaml is not valid YAML" in err
 
 
