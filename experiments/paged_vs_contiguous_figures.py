@@ -58,11 +58,11 @@ def _memory(run_path: pathlib.Path, name: str) -> dict[str, Any]:
 def _waste(shares: dict[str, dict[str, float]]) -> plots.Figure:
     figure, axes = plots.canvas(height=0.5 * len(shares) + 1.0)
     plots.stacked_shares(axes, shares)
-    axes.set_xlabel("share of the KV budget, average while requests were queueing (all busy time if none were)")
+    axes.set_xlabel("share of the KV budget, average over the time in which requests were queueing")
     return plots.Figure(
         "Where the memory goes",
         "Its owner will fill a reservation later, and internal waste never; external is free, or lost in between; the "
-        "remainder does not pay for one more whole unit.",
+        "remainder does not pay for one more whole unit. Where nobody ever queued, averages are over all busy time.",
         figure,
     )
 
