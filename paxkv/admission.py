@@ -133,7 +133,7 @@ def _missed(
     return MissedBlocks(
         cached=found.present,
         was_cached=prefix_cache.remembers(contents.evicted_tags, config.keys(hashes, 0)),
-        known=prefix_cache.remembers(contents.known_tags, config.keys(hashes - start, 0)),
+        known=prefix_cache.remembers(contents.known_tags, config.keys(hashes - start[None, :], 0)),
     )
 
 
@@ -161,7 +161,7 @@ def adopt(
         content.priority,
     )
     stats = count_admission(
-        state.stats, tokens, hit.tokens, content.resumed, memory.layer_groups[0].block_size, hit.missed, ok
+        state.stats, tokens, hit.tokens, content.resumed, memory.layer_groups[0].block_size, hit.missed, ok & content.lookup
     )
     return dataclasses.replace(
         state, pool=pool, tables=tuple(tables), contents=contents, chains=chain, stats=stats

@@ -63,7 +63,7 @@ def prefix_hashes(
     blocks = tokens.shape[0] // block_size
     count = blocks * block_size
     added = terms(tokens[:count], jnp.arange(count, dtype=jnp.int32)).reshape(blocks, block_size, 2)
-    return start + jnp.cumsum(jnp.sum(added, axis=1, dtype=jnp.uint32), axis=0, dtype=jnp.uint32)
+    return start[None, :] + jnp.cumsum(jnp.sum(added, axis=1, dtype=jnp.uint32), axis=0, dtype=jnp.uint32)
 
 
 def hash_of_length(

@@ -112,10 +112,10 @@ def extend_by_one(
     grows = cu_lens[1:] > cu_lens[:-1]
     token = tokens.at[cu_lens[:-1]].get(mode="fill", fill_value=0)
     added = jnp.where(grows[:, None], terms(token, chains.hashed), jnp.uint32(0))
-    here = grows[:, None] & (jnp.arange(ring, dtype=jnp.int32) == (chains.hashed % ring)[:, None])
+    here = grows[:, None] & (jnp.arange(ring, dtype=jnp.int32)[None, :] == (chains.hashed % ring)[:, None])
     after = dataclasses.replace(
         chains,
-        hashed=chains.hashed + grows,
+        hashed=chains.hashed + grows.astype(jnp.int32),
         hashes=chains.hashes + added,
         recent=jnp.where(here, token[:, None], chains.recent),
     )
@@ -126,7 +126,7 @@ def extend_by_one(
         valid = grows & (after.hashed % size == 0)
         in_order = after.recent
         if ring != size:
-            position = after.hashed[:, None] - size + jnp.arange(size, dtype=jnp.int32)
+            position = after.hashed[:, None] - size + jnp.arange(size, dtype=jnp.int32)[None, :]
             in_order = jnp.take_along_axis(after.recent, position % ring, axis=1)
         filled.append((row, jnp.maximum(after.hashed // size - 1, 0), valid, None, after.hashes, in_order))
     return Extension(after, tuple(filled))

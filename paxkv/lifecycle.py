@@ -46,6 +46,8 @@ def fork(
       recorded as a fault, if the parent does not hold so many tokens. Unless it is `OK`, nothing else changed.
     """
     none = memory.num_blocks
+    asked = parent
+    parent = jnp.where(parent < 0, memory.rows, parent)  # a negative index would count from the end
     row, has_row = lowest_free_row(state.seqs)
     held = state.seqs.lengths.at[parent].get(mode="fill", fill_value=-1)
     if state.chains is not None:
@@ -67,7 +69,7 @@ def fork(
         )
         pool = retain(pool, ids, distinct=True)
         tables.append(table)
-    blamed = jnp.arange(memory.rows, dtype=jnp.int32) == jnp.clip(parent, 0, memory.rows - 1)
+    blamed = jnp.arange(memory.rows, dtype=jnp.int32) == jnp.clip(asked, 0, memory.rows - 1)
     seqs = occupy(state.seqs, row, promised, ok, stored=length)
     seqs = dataclasses.replace(seqs, faults=record(seqs.faults, Outcome.OUT_OF_RANGE, blamed & wrong))
     state = dataclasses.replace(state, seqs=seqs, pool=pool, tables=tuple(tables))
@@ -133,7 +135,7 @@ def free_out_of_view(memory: "Paged", state: PagedState) -> PagedState:
                 table = dataclasses.replace(
                     table,
                     ids=table.ids.at[at, table.first].set(memory.num_blocks, mode="drop"),
-                    first=table.first + leaves,
+                    first=table.first + leaves.astype(jnp.int32),
                 )
                 return pool, table, bad | (leaves & ~ok)
 

@@ -184,7 +184,7 @@ class Paged:
             total += jnp.maximum(self._need(state, new_lengths, group) - table.end, 0)
             if self.forks:
                 writes = sharing.tail_writes(table, state.pool, state.seqs.lengths, new_lengths, group.block_size)
-                total += writes.copies
+                total += writes.copies.astype(jnp.int32)
         return total
 
     def _need(self, state: PagedState, new_lengths: Int32[Array, " rows"], group: Group) -> Int32[Array, " rows"]:
@@ -234,17 +234,19 @@ class Paged:
                     (jnp.where(copied, writes.blocks, self.num_blocks), jnp.where(copied, ids[:, at], self.num_blocks))
                 )
                 table = sharing.replace_tail(table, old_lengths // self.layer_groups[g].block_size, ids[:, at], copied)
-                written = jnp.where(writes.alone & served, writes.blocks, self.num_blocks)
-                state = self._forget(state, written, jnp.any(writes.alone), counts=0)
+                # A fork shorter than its parent goes on in a block that may be cached, full as the parent left it.
+                written = jnp.where(writes.keeps & served, writes.blocks, self.num_blocks)
+                state = self._forget(state, written, jnp.any(writes.keeps), counts=0)
                 at += 1
             width = columns.shape[1]
             tables.append(block_tables.put(table, columns, ids[:, at : at + width], grows & served))
             at += width
         state = dataclasses.replace(state, tables=tuple(tables))
         if pairs:
-            # Nothing was pending, or nothing was copied now.
-            pool, new = sharing.hold(state.pool, pairs)
-            copies = jax.tree.map(lambda now, old: jnp.where(served & ~jnp.any(malformed), now, old), new, state.copies)
+            pool, copies = sharing.hold(state.pool, pairs)
+            before = typing.cast(sharing.Copies, state.copies)  # if these are pending, nothing was copied now
+            waits = sharing.pending(before, self.num_blocks)
+            copies = jax.tree.map(lambda old, new: jnp.where(waits, old, new), before, copies)
             state = dataclasses.replace(state, pool=pool, copies=copies)
         seqs, outcome = advance(state.seqs, new_lengths, malformed, served)
         return dataclasses.replace(state, seqs=seqs), outcome

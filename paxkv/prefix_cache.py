@@ -162,7 +162,7 @@ def find(
 
     def next_candidate(carry: tuple) -> tuple:
         same, way, found, _ = carry
-        same = same & ~((position == found.hits)[:, None] & (jnp.arange(same.shape[1]) == way[:, None]))
+        same = same & ~((position == found.hits)[:, None] & _one_way(way))
         way, found = verify(same)
         return same, way, found, _has_other(same, found.hits, limit)
 
@@ -181,6 +181,10 @@ def _first_way(
     way = jnp.argmax(same, axis=1).astype(jnp.int32)
     block = jnp.take_along_axis(blocks, way[:, None], axis=1)[:, 0]
     return way, jnp.where(jnp.any(same, axis=1), block, none)
+
+
+def _one_way(way: Int32[Array, " n"]) -> Bool[Array, "n ways"]:
+    return jnp.arange(hash_table.WAYS, dtype=jnp.int32)[None, :] == way[:, None]
 
 
 def _compare(
@@ -274,7 +278,7 @@ def publish(
         # What equals a cached block? Its parent must be known: cached or published, or found in this same round.
         ways = hash_table.look_up(table, some.keys, none)
         entry, room = hash_table.empty_entry(ways, none)
-        tried = (carry.tried.at[at].get(mode="fill", fill_value=0)[:, None] >> jnp.arange(hash_table.WAYS)) & 1
+        tried = carry.tried.at[at].get(mode="fill", fill_value=0)[:, None] >> jnp.arange(hash_table.WAYS)[None, :] & 1
         same = ways.same & (tried == 0)
         way, candidate = _first_way(ways.blocks, same, none)
         record, equal = _compare(records, candidate, some.tokens, some.identities)

@@ -35,7 +35,7 @@ class TailWrites(NamedTuple):
 
     blocks: Int32[Array, " rows"]  # the block; the sentinel if the row writes into none
     copies: Bool[Array, " rows"]  # rows that need a copy of it first
-    alone: Bool[Array, " rows"]  # rows that write and are the only ones to refer to it
+    keeps: Bool[Array, " rows"]  # rows that write into the block as it is
 
 
 def no_copies(places: int, none: int) -> Copies:
@@ -70,7 +70,7 @@ def tail_writes(
     last = ~jnp.any(same & (row[None, :] > row[:, None]), axis=1)
     references = 1 + look_at(pool, block)[2]
     keeps = (writers == references) & last
-    return TailWrites(block, copies=(block != none) & ~keeps, alone=(block != none) & (references == 1))
+    return TailWrites(block, copies=(block != none) & ~keeps, keeps=(block != none) & keeps)
 
 
 def replace_tail(
@@ -116,6 +116,6 @@ def end_copies(
 ) -> tuple[BlockPool, Copies, Bool[Array, ""]]:
     """Lets go of both ends of every copy, now that the data was copied."""
     none = pool.num_blocks
-    ids = jnp.concatenate([copies.destinations, copies.sources])
+    ids = jnp.concatenate([copies.sources, copies.destinations])
     pool, ok = give_back(pool, ids, to_back)
     return pool, no_copies(copies.sources.shape[0], none), ok
