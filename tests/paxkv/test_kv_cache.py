@@ -1,0 +1,80 @@
+"""Blocks of a whole cache: every layer, keys and values alike, and no byte besides."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxkv.kv_cache import KVCache, block_bytes, copy_blocks, copy_blocks_between, fill_blocks, init_kv_cache
+from tests.paxkv.oracles.lockstep import ints
+
+LAYERS, BLOCK_SIZE, KV_HEADS, HEAD_DIM = 3, 4, 2, 5
+
+
+def random_cache(seed, num_blocks, dtype="float32"):
+    """A cache of which every array differs from every other, among NaN."""
+    rng = np.random.default_rng(seed)
+    shape = (num_blocks * BLOCK_SIZE, KV_HEADS, HEAD_DIM)
+
+    def pool():
+        values = rng.integers(-8, 8, shape).astype(dtype)
+        return jnp.asarray(np.where(rng.random(shape) < 0.3, np.array(np.nan, dtype), values))
+
+    return KVCache(k=tuple(pool() for _ in range(LAYERS)), v=tuple(pool() for _ in range(LAYERS)))
+
+
+def blocks(cache):
+    """Of each layer's keys, then of each layer's values: numbers[num_blocks, block_size, kv_heads, head_dim]."""
+    return [
+        np.asarray(pool).astype(np.float64).reshape(-1, BLOCK_SIZE, KV_HEADS, HEAD_DIM) for pool in (*cache.k, *cache.v)
+    ]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_copy_reaches_keys_and_values_of_every_layer(dtype):
+    cache = random_cache(0, 7, dtype)
+    out = copy_blocks(cache, ints([0, 2, 7, 3]), ints([2, 5, 1, 7]), BLOCK_SIZE)
+    for before, after in zip(blocks(cache), blocks(out), strict=True):
+        np.testing.assert_array_equal(after, before[[0, 1, 0, 3, 4, 2, 6]])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_blocks_that_leave_for_a_larger_pool_and_come_back_elsewhere_are_the_same(dtype):
+    device, host = random_cache(0, 5, dtype), random_cache(1, 9, dtype)
+    swapped = copy_blocks_between(device, host, ints([4, 0, 5]), ints([8, 6, 1]), BLOCK_SIZE)
+    for source, before, after in zip(blocks(device), blocks(host), blocks(swapped), strict=True):
+        np.testing.assert_array_equal(after, np.stack([*before[:6], source[0], before[7], source[4]]))
+    emptied = fill_blocks(device, ints([4, 0, 5]), np.nan, BLOCK_SIZE)
+    back = copy_blocks_between(swapped, emptied, ints([8, 9, 6]), ints([1, 2, 4]), BLOCK_SIZE)
+    for source, after in zip(blocks(device), blocks(back), strict=True):
+        expected = np.stack([np.full_like(source[0], np.nan), source[4], source[2], source[3], source[0]])
+        np.testing.assert_array_equal(after, expected)
+
+
+@pytest.mark.parametrize("value", [0, np.nan])
+def test_a_fill_reaches_every_layer_and_no_other_block(value):
+    cache = random_cache(0, 5)
+    out = fill_blocks(cache, ints([3, 5, 1, -1]), value, BLOCK_SIZE)
+    for before, after in zip(blocks(cache), blocks(out), strict=True):
+        before[[1, 3]] = value
+        np.testing.assert_array_equal(after, before)
+
+
+def test_all_layers_are_copied_in_place_and_the_list_is_laid_out_once():
+    cache = jax.eval_shape(lambda: init_kv_cache(LAYERS, 512 * BLOCK_SIZE, KV_HEADS, HEAD_DIM, jnp.dtype("float32")))
+
+    def steps(cache, src, dst):
+        return jax.lax.scan(lambda cache, _: (copy_blocks(cache, src, dst, BLOCK_SIZE), None), cache, length=3)[0]
+
+    ids = jax.ShapeDtypeStruct((8,), "int32")
+    memory = jax.jit(steps, donate_argnums=0).lower(cache, ids, ids).compile().memory_analysis()
+    cache_bytes = sum(pool.size * 4 for pool in jax.tree.leaves(cache))
+    assert memory.alias_size_in_bytes == cache_bytes
+    assert memory.temp_size_in_bytes < cache_bytes / 50
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 2_097_152), ("float32", 4_194_304), ("int8", 1_048_576)])
+def test_a_block_of_16_tokens_of_llama_3_8b_is_2_mib_in_bfloat16(dtype, expected):
+    """32 layers of 8 heads of 128 numbers, keys and values: 131,072 bytes a token in bfloat16."""
+    cache = jax.eval_shape(lambda: init_kv_cache(32, 10 * 16, 8, 128, jnp.dtype(dtype)))
+    assert block_bytes(cache, 16) == expected
