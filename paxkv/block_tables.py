@@ -41,6 +41,24 @@ def init_block_table(rows: int, blocks_per_seq: int, none: int) -> BlockTable:
     )
 
 
+def begin_row(
+    table: BlockTable,
+    row: Int32[Array, ""],
+    ids: Int32[Array, " n"],
+    first: Int32[Array, ""],
+    end: Int32[Array, ""],
+    none: int,
+) -> BlockTable:
+    """Writes these blocks into a row, beginning with its first column; a row out of range changes nothing."""
+    width = table.ids.shape[1]
+    ids = jnp.concatenate([ids, jnp.full(width, none, jnp.int32)])[:width]
+    return BlockTable(
+        ids=table.ids.at[row].set(ids, mode="drop"),
+        first=table.first.at[row].set(first, mode="drop"),
+        end=table.end.at[row].set(end, mode="drop"),
+    )
+
+
 def new_columns(
     table: BlockTable, need: Int32[Array, " rows"], width: int
 ) -> tuple[Int32[Array, "rows width"], Bool[Array, "rows width"]]:

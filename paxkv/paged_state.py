@@ -12,6 +12,7 @@ from paxkv.chains import Chains
 from paxkv.prefix_cache import Contents
 from paxkv.seqs import Seqs
 from paxkv.sharing import Copies
+from paxkv.swap_state import SwapState
 
 
 @typing.no_type_check
@@ -29,3 +30,4 @@ class PagedState:
     stats: CacheStats | None = None  # with a prefix cache
     pins: jax.Array | None = None  # i32[num_blocks]; references that pins hold; with a prefix cache
     copies: Copies | None = None  # with forks
+    swap: SwapState | None = None  # with host blocks

@@ -67,13 +67,13 @@ def swap_out(
     Returns:
       The state; the parking place of each masked row (`memory.rows` elsewhere); the `Outcome`: `OK`; `LATER` if there
       are too few free host blocks or places now; `NEVER` if the host pool is too small even when it is empty;
-      `OUT_OF_RANGE`, also recorded as a fault, if a masked row is free or copies are pending; and the copies to make.
+      `OUT_OF_RANGE`, also recorded as a fault, if a masked row is free or waits for a copy of its own; and the copies to make.
       Unless it is `OK`, nothing else changed and there are no copies.
     """
     swap = _swap(memory, state)
     wrong = rows & ~state.seqs.active
     if state.copies is not None:
-        wrong |= rows & sharing.pending(state.copies, memory.num_blocks)
+        wrong |= rows & sharing.pending(state.copies, memory.rows, memory.num_blocks)
     rank = jnp.cumsum(rows, dtype=jnp.int32)
     blocks, fresh = _count_blocks(memory, state, swap, rows & ~jnp.any(wrong))
     later = (fresh > swap.pool.num_free) | (rank[-1] > jnp.sum(~swap.parked, dtype=jnp.int32))
@@ -243,14 +243,10 @@ def swap_in(
         state,
         seqs=occupy(state.seqs, row, promised, ok, stored=length),
         tables=tables,
-        chains=jax.tree.map(
-            lambda to, parked: to.at[row].set(parked[place], mode="drop"), state.chains, swap.chains
-        ),
+        chains=jax.tree.map(lambda to, parked: to.at[row].set(parked[place], mode="drop"), state.chains, swap.chains),
     )
     came = copied & ok
-    swap = make_twins(
-        _swap(memory, state), jnp.where(came, taken, none), jnp.where(came, hosts, memory.host_blocks)
-    )
+    swap = make_twins(_swap(memory, state), jnp.where(came, taken, none), jnp.where(came, hosts, memory.host_blocks))
     moves = add_moves(no_moves_in(memory), hosts, taken, came)
     return dataclasses.replace(state, swap=_leave(swap, place, hosts, ok)), row, outcome, moves
 
@@ -278,9 +274,7 @@ def _look_at(swap: SwapState, place: Int32[Array, ""]) -> tuple[Bool[Array, ""],
     return parked, jnp.concatenate(entries)
 
 
-def _leave(
-    swap: SwapState, place: Int32[Array, ""], hosts: Int32[Array, " entries"], ok: Bool[Array, ""]
-) -> SwapState:
+def _leave(swap: SwapState, place: Int32[Array, ""], hosts: Int32[Array, " entries"], ok: Bool[Array, ""]) -> SwapState:
     """Empties a parking place, if `ok`. The block that has been free for longest is written over first."""
     places, host_blocks = swap.parked.shape[0], swap.device_twins.shape[0]
     at = jnp.where(ok, place, places)
@@ -293,9 +287,7 @@ def _leave(
     return dataclasses.replace(
         swap,
         pool=pool,
-        tables=tuple(
-            begin_row(table, at, jnp.zeros(0, jnp.int32), empty, empty, host_blocks) for table in swap.tables
-        ),
+        tables=tuple(begin_row(table, at, jnp.zeros(0, jnp.int32), empty, empty, host_blocks) for table in swap.tables),
         parked=clear(swap.parked),
         lengths=clear(swap.lengths),
         promised=clear(swap.promised),

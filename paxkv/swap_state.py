@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from paxkv.block_pool import BlockPool, init_block_pool
-from paxkv.block_tables import BlockTable, blocks_for, init_block_table
+from paxkv.block_tables import BlockTable, init_block_table
 from paxkv.chains import Chains, init_chains
 from paxkv.windows import Group
 
@@ -66,9 +66,7 @@ def twins_on_host(swap: SwapState, ids: Int32[Array, " n"]) -> Int32[Array, " n"
     """The host block that holds the same as each device block; the host's sentinel if there is none."""
     host_blocks, num_blocks = swap.device_twins.shape[0], swap.host_twins.shape[0]
     named = swap.host_twins.at[ids].get(mode="fill", fill_value=host_blocks)
-    return jnp.where(
-        swap.device_twins.at[named].get(mode="fill", fill_value=num_blocks) == ids, named, host_blocks
-    )
+    return jnp.where(swap.device_twins.at[named].get(mode="fill", fill_value=num_blocks) == ids, named, host_blocks)
 
 
 def twins_on_device(swap: SwapState, ids: Int32[Array, " n"]) -> Int32[Array, " n"]:
@@ -113,7 +111,7 @@ def part_written(
 def add_moves(
     moves: Moves, sources: Int32[Array, " n"], destinations: Int32[Array, " n"], wanted: Bool[Array, " n"]
 ) -> Moves:
-    """Appends the wanted pairs. There is room for what one call moves, or several in one direction with nothing between."""
+    """Appends the wanted pairs: what one call moves, or several in one direction with nothing between."""
     size = moves.sources.shape[0]
     rank = moves.count + jnp.cumsum(wanted, dtype=jnp.int32)
     at = jnp.where(wanted, rank - 1, size)
