@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.paxkv.oracles.block_manager import BlockManager, Knobs, Layers
-from tests.paxkv.oracles.scenario import Player, Prompt, Scenario, scenarios
+from tests.paxkv.oracles.block_manager import BlockManager, Prompt
+from tests.paxkv.oracles.jitted import JittedManager, knobs, paged
+from tests.paxkv.oracles.scenario import Player, Scenario, scenarios
 
 # What a scenario may need that the block manager does not have, and where it belongs.
 NOT_HERE = {
@@ -25,13 +26,7 @@ class OracleManager:
     """The plain-Python block manager as the scenarios see one."""
 
     def __init__(self, memory: dict[str, Any]):
-        size = memory["block_size"]
-        groups = memory.get("groups") or [{name: memory.get(name) for name in ("window", "chunk")}]
-        kept = ("rows", "max_len", "num_blocks", "watermark_blocks", "free_order", "lookahead", "max_chunk")
-        knobs = {name: memory[name] for name in kept if name in memory}
-        cached = ("cache", "duplicates", "eviction", "collide")
-        knobs |= {name: memory[name] for name in cached if name in memory}
-        self.manager = BlockManager(Knobs(layers=tuple(Layers(**{"block_size": size} | g) for g in groups), **knobs))
+        self.manager = BlockManager(knobs(paged(memory)))
 
     def admit(self, prompt: Prompt, final: int) -> tuple[int, int]:
         return self.manager.admit(len(prompt.tokens), final, prompt)
@@ -109,3 +104,8 @@ def test_nothing_is_left_out_but_what_belongs_elsewhere():
 @pytest.mark.parametrize("scenario", cases())
 def test_oracle_does_as_the_scenario_says(scenario):
     Player(OracleManager(scenario.memory), scenario.memory).play(scenario.steps)
+
+
+@pytest.mark.parametrize("scenario", cases())
+def test_manager_does_as_the_scenario_says(scenario):
+    Player(JittedManager(paged(scenario.memory)), scenario.memory).play(scenario.steps)
