@@ -41,6 +41,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "allocator_bench": "experiments.allocator_bench",
     "capacity": "experiments.capacity",
     "paged_vs_contiguous": "experiments.paged_vs_contiguous",
+    "prefix_sharing": "experiments.prefix_sharing",
 }
 
 

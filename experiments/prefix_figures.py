@@ -1,0 +1,168 @@
+"""What a run of `prefix_sharing` shows: its tables, its figures, and what its metrics mean."""
+
+import pathlib
+from collections.abc import Mapping
+
+import matplotlib.ticker
+import polars as pl
+
+from experiments import files, plots
+from experiments.results import Results, Table
+
+GLOSSARY: Mapping[str, str] = {
+    "requests": "Prompts, in order of arrival.",
+    "tokens": "Tokens of all prompts.",
+    "hit_tokens": "Tokens whose keys and values were in the cache, so that they were not computed.",
+    "token_hit_rate": "hit_tokens / tokens.",
+    "blocks": "Whole blocks of all prompts; what is left of a prompt is never shared.",
+    "blocks_saved": "Blocks that were in the cache when a prompt asked for them, so that it took no new one.",
+    "block_hit_rate": "blocks_saved / blocks.",
+    "optimal_blocks_saved": "Most blocks that a cache of this size can save, for one that knows the future (Belady).",
+    "optimal_block_hit_rate": "optimal_blocks_saved / blocks.",
+    "miscounted_requests": "Prompts whose hits differ from a plain count of what a cache that forgets nothing holds.",
+    "evictions": "Cached blocks that made way for others.",
+    "cache_blocks": "Blocks of the pool. A cache without bound has as many as if nothing were shared.",
+    "peak_blocks_held": "Most blocks in use by prompts at a time.",
+    "peak_blocks_saved": "Most blocks that the prompts held at one time would have needed more without sharing.",
+    "peak_bytes_saved": "peak_blocks_saved in bytes of the model's keys and values.",
+    "shared_blocks": "Blocks that more than one prompt holds when the last one has been stored.",
+    "most_sharers": "Prompts that hold the same block then.",
+}
+
+
+def tables(results: Results) -> list[Table]:
+    """A line a configuration; where prompts were held together, what they shared as well."""
+    rows = [
+        [
+            name,
+            f"{found['cache_blocks']:,}",
+            f"{found['block_hit_rate']:.2%}",
+            f"{found['optimal_block_hit_rate']:.2%}",
+            f"{found['token_hit_rate']:.2%}",
+            f"{found['blocks_saved']:,}",
+            f"{found['blocks']:,}",
+            f"{found['evictions']:,}",
+        ]
+        for name, found in results.items()
+    ]
+    headings = ("cache", "blocks", "block hit rate", "optimum", "token hit rate", "blocks saved", "of", "evictions")
+    found = [Table(headings, rows, "Prompts found in the prefix cache")]
+    together = [[name, *_held_together(values)] for name, values in results.items() if values["shared_blocks"]]
+    if together:
+        headings = ("cache", "shared blocks", "blocks in use", "without sharing", "saved", "saved, GiB")
+        found.append(Table(headings, together, "Held at one time"))
+    return found
+
+
+def _held_together(found: Mapping[str, object]) -> list[str]:
+    shared, sharers, held, saved, saved_bytes = (
+        int(str(found[metric]))
+        for metric in ("shared_blocks", "most_sharers", "peak_blocks_held", "peak_blocks_saved", "peak_bytes_saved")
+    )
+    return [
+        # Exactly so many times if all of the saving is theirs.
+        f"{shared:,} stored once instead of {'' if shared * (sharers - 1) == saved else 'up to '}{sharers} times",
+        f"{held:,}",
+        f"{held + saved:,}",
+        f"{saved:,}",
+        f"{saved_bytes / 2**30:.2f}",
+    ]
+
+
+def figures(run_path: pathlib.Path) -> list[plots.Figure]:
+    """Hit rate over cache size, hit rate by block size, and blocks stored against blocks asked for."""
+    caches = files.read_parquet(run_path / "caches.parquet")
+    prompts = files.read_parquet(run_path / "prompts.parquet")
+    found = [_by_block_size(caches), _stored(caches, prompts)]
+    return [_by_cache_size(caches), *found] if caches["cache_tokens"].n_unique() > 2 else found
+
+
+def _by_cache_size(caches: pl.DataFrame) -> plots.Figure:
+    sizes = caches["block_size"].unique(maintain_order=True).to_list()
+    columns = min(2, len(sizes))
+    figure, grid = plots.canvas(-(-len(sizes) // columns), columns, height=2.9, sharex=True, sharey=True, squeeze=False)
+    finite = caches.filter(pl.col("cache_tokens").is_not_null())
+    styles = plots.memory_styles(finite["eviction"].unique(maintain_order=True))
+    for axes, block_size in zip(grid.flat, sizes, strict=False):
+        own = finite.filter(pl.col("block_size") == block_size).sort("cache_tokens")
+        for eviction, style in styles.items():
+            line = own.filter(pl.col("eviction") == eviction)
+            axes.plot(line["cache_tokens"], line["block_hit_rate"], marker="o", markersize=3.5, **style)
+        best = own.unique("cache_tokens", keep="first").sort("cache_tokens")
+        axes.plot(best["cache_tokens"], best["optimal_block_hit_rate"], color=plots.INK, linestyle=":", label="optimum")
+        for rate in caches.filter(pl.col("cache_tokens").is_null(), pl.col("block_size") == block_size)[
+            "block_hit_rate"
+        ]:
+            axes.axhline(rate, color="#8a9199", linewidth=1, label="without bound")
+        axes.set_title(f"blocks of {block_size}")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+        axes.set_ylim(bottom=0)
+        axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+    for axes in grid[-1]:
+        axes.set_xlabel("cache size in tokens")
+    for axes in grid[:, 0]:
+        axes.set_ylabel("block hit rate")
+    for axes in list(grid.flat)[len(sizes) :]:
+        axes.set_visible(False)
+    figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=6)
+    return plots.Figure(
+        "Hit rate over cache size",
+        "No policy can rise above the optimum of its size, which knows the future.",
+        figure,
+    )
+
+
+def _by_block_size(caches: pl.DataFrame) -> plots.Figure:
+    """Groups of bars; of the finite sizes the smallest, where policies differ most."""
+    smallest = caches["cache_tokens"].min()
+    shown = caches.filter(pl.col("cache_tokens").is_null() | (pl.col("cache_tokens") == smallest))
+    bounded = pl.col("cache_tokens").is_not_null()
+    shown = shown.with_columns(label=pl.when(bounded).then("eviction").otherwise(pl.lit("without bound")))
+    sizes = caches["block_size"].unique(maintain_order=True).to_list()
+    labels = shown["label"].unique(maintain_order=True).to_list()
+    figure, axes = plots.canvas(height=2.9)
+    width = 0.8 / len(labels)
+    for index, (label, style) in enumerate(plots.memory_styles(labels).items()):
+        bars = shown.filter(pl.col("label") == label)
+        at = [sizes.index(size) - 0.4 + width * (index + 0.5) for size in bars["block_size"]]
+        axes.bar(at, bars["token_hit_rate"], width=0.92 * width, color=style["color"], label=label)
+    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
+    axes.grid(axis="x", visible=False)
+    axes.set_xlabel("block size in tokens")
+    axes.set_ylabel("token hit rate")
+    axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+    plots.legend(axes)
+    words = "" if smallest is None else f" Bars of a policy are of a cache of {smallest:,} tokens."
+    return plots.Figure(
+        "Hit rate by block size",
+        f"Only whole blocks are shared, so that a large one loses more of where two prompts part.{words}",
+        figure,
+    )
+
+
+def _stored(caches: pl.DataFrame, prompts: pl.DataFrame) -> plots.Figure:
+    """One line a block size, of the largest cache and the first policy."""
+    largest = caches.sort("cache_tokens", descending=True, nulls_last=False, maintain_order=True)
+    chosen = largest.unique("block_size", keep="first", maintain_order=True).sort("block_size")
+    figure, axes = plots.canvas(height=3.4)
+    names = {row["cache"]: f"blocks of {row['block_size']}" for row in chosen.iter_rows(named=True)}
+    for (name, label), style in zip(names.items(), plots.memory_styles(names.values()).values(), strict=True):
+        own = prompts.filter(pl.col("cache") == name)
+        blocks = own.select(
+            asked=pl.col("blocks").cum_sum(), stored=(pl.col("blocks") - pl.col("hit_blocks")).cum_sum()
+        )
+        blocks = blocks.gather_every(max(1, len(blocks) // 400))  # more points than a line can show
+        axes.plot(blocks["asked"], blocks["stored"], **style | {"label": label})
+    end = prompts.group_by("cache").agg(pl.col("blocks").sum()).filter(pl.col("cache").is_in(list(names)))["blocks"]
+    axes.plot([0, end.max()], [0, end.max()], color="#8a9199", linewidth=1, label="nothing shared")
+    axes.set_xlabel("blocks asked for, from the first prompt on")
+    axes.set_ylabel("blocks stored anew")
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+    plots.legend(axes)
+    return plots.Figure(
+        "Blocks stored against blocks asked for",
+        "What lies below the line of nothing shared was saved. Each line is of the largest cache of its block size.",
+        figure,
+    )
