@@ -1,15 +1,17 @@
-"""Where sequences lie: boundaries of blocks, refusal, and no id of a former owner."""
+"""Where sequences lie: boundaries of blocks, columns before and behind a sequence, and no id of a former owner."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxkv.block_pool import init_block_pool
-from paxkv.block_tables import blocks_for, empty_rows, grow, slot_of
+from paxkv.block_tables import BlockTable, blocks_for, cdiv, init_block_table, new_columns, put, slot_of
 
-GROW = jax.jit(grow, static_argnums=(4, 5))
-EMPTY_ROWS = jax.jit(empty_rows)
+NONE = 20
+NEW_COLUMNS = jax.jit(new_columns, static_argnums=2)
+PUT = jax.jit(put)
 SLOT_OF = jax.jit(slot_of, static_argnums=(3, 4))
 
 
@@ -17,8 +19,20 @@ def ints(*values) -> jax.Array:
     return jnp.asarray(np.array(values, np.int32))
 
 
-def fresh(rows: int, width: int, num_blocks: int):
-    return jnp.full((rows, width), num_blocks, jnp.int32), init_block_pool(num_blocks)
+def table(*rows: list[int | None], width: int = 6) -> BlockTable:
+    """Rows of ids, in front of which None stands for what has left the window."""
+    ids = np.full((len(rows), width), NONE, np.int32)
+    for row, blocks in enumerate(rows):
+        ids[row, : len(blocks)] = [NONE if block is None else block for block in blocks]
+    return BlockTable(jnp.asarray(ids), ints(*[row.count(None) for row in rows]), ints(*map(len, rows)))
+
+
+def seen(table: BlockTable) -> list[list[int | None]]:
+    """The reverse of `table`, once nothing stands where nothing should."""
+    first, end, rows = np.asarray(table.first).tolist(), np.asarray(table.end).tolist(), np.asarray(table.ids).tolist()
+    for row, ids in enumerate(rows):
+        assert all(block == NONE for block in ids[: first[row]] + ids[end[row] :])
+    return [[None] * first[row] + ids[first[row] : end[row]] for row, ids in enumerate(rows)]
 
 
 @pytest.mark.parametrize(
@@ -27,6 +41,42 @@ def fresh(rows: int, width: int, num_blocks: int):
 )
 def test_tokens_take_whole_blocks(tokens, block_size, num_blocks):
     assert int(blocks_for(jnp.int32(tokens), block_size)) == num_blocks
+    assert int(cdiv(jnp.int32(tokens), block_size)) == num_blocks
+
+
+def test_a_new_table_has_no_blocks():
+    new = init_block_table(3, 6, NONE)
+    assert seen(new) == [[], [], []]
+    assert new.ids.shape == (3, 6)
+
+
+def test_a_row_grows_into_the_columns_behind_its_blocks_and_into_as_many_as_it_needs():
+    held = table([], [3, 4], [None, None, 5])
+    columns, needed = NEW_COLUMNS(held, ints(2, 2, 6), 3)
+    assert np.asarray(columns).tolist() == [[0, 1, 2], [2, 3, 4], [3, 4, 5]]
+    assert np.asarray(needed).tolist() == [[True, True, False], [False] * 3, [True] * 3]
+
+
+def test_growing_writes_behind_what_is_there_and_changes_nothing_else():
+    held = table([], [3, 4], [None, None, 5], [6, 7])
+    columns, needed = NEW_COLUMNS(held, ints(2, 2, 6, 1), 3)
+    ids = jnp.where(needed, ints(*range(8, 20)).reshape(4, 3), NONE)
+    assert seen(PUT(held, columns, ids, needed)) == [[8, 9], [3, 4], [None, None, 5, 14, 15, 16], [6, 7]]
+
+
+def test_a_growth_that_is_not_served_writes_nothing():
+    held = table([1], [3, 4])
+    columns, needed = NEW_COLUMNS(held, ints(3, 3), 2)
+    after = PUT(held, columns, jnp.full((2, 2), NONE, jnp.int32), needed & False)
+    for old, new in zip(jax.tree.leaves(held), jax.tree.leaves(after), strict=True):
+        np.testing.assert_array_equal(new, old)
+
+
+def test_the_last_column_can_be_filled_and_what_is_beyond_it_disturbs_nobody():
+    held = table([1, 2, 3, 4, 5], [6])
+    columns, needed = NEW_COLUMNS(held, ints(6, 1), 4)
+    after = PUT(held, columns, jnp.where(needed, 9, NONE), needed)
+    assert seen(after) == [[1, 2, 3, 4, 5, 9], [6]]
 
 
 @pytest.mark.parametrize(
@@ -41,63 +91,27 @@ def test_tokens_take_whole_blocks(tokens, block_size, num_blocks):
     ],
 )
 def test_growth_takes_a_block_exactly_when_the_last_one_is_full(block_size, length, new_length, new_blocks):
-    tables, pool = fresh(rows=2, width=16, num_blocks=20)
-    tables, pool, _ = GROW(tables, pool, ints(0, 0), ints(0, length), block_size, 9)
-    before = int(pool.num_free)
-    grown, pool, ok = GROW(tables, pool, ints(0, length), ints(0, new_length), block_size, 9)
-    assert bool(ok)
-    assert before - int(pool.num_free) == new_blocks
-    held = -(-new_length // block_size)
-    assert np.asarray(grown[1]).tolist() == [*range(held), *[20] * (16 - held)]
-    assert np.asarray(grown[0]).tolist() == [20] * 16
-
-
-def test_rows_take_their_blocks_in_order():
-    tables, pool = fresh(rows=3, width=4, num_blocks=9)
-    tables, pool, _ = GROW(tables, pool, ints(0, 0, 0), ints(5, 0, 4), 2, 5)
-    tables, pool, _ = GROW(tables, pool, ints(5, 0, 4), ints(7, 1, 5), 2, 2)
-    assert np.asarray(tables).tolist() == [[0, 1, 2, 5], [6, 9, 9, 9], [3, 4, 7, 9]]
-
-
-def test_growth_that_does_not_fit_changes_no_table_and_no_pool():
-    tables, pool = fresh(rows=2, width=4, num_blocks=3)
-    tables, pool, _ = GROW(tables, pool, ints(0, 0), ints(4, 4), 4, 4)
-    for lengths in ((5, 5), (12, 4)):
-        grown, after, ok = GROW(tables, pool, ints(4, 4), ints(*lengths), 4, 8)
-        assert not bool(ok)
-        for old, new in zip(jax.tree.leaves((tables, pool)), jax.tree.leaves((grown, after)), strict=True):
-            np.testing.assert_array_equal(new, old)
-
-
-def test_released_rows_hold_no_old_ids_and_their_blocks_come_back_tail_first():
-    tables, pool = fresh(rows=3, width=4, num_blocks=8)
-    tables, pool, _ = GROW(tables, pool, ints(0, 0, 0), ints(3, 2, 3), 1, 3)
-    tables, pool, bad = EMPTY_ROWS(tables, pool, jnp.asarray([True, False, True]))
-    assert not np.asarray(bad).any()
-    assert np.asarray(tables).tolist() == [[8, 8, 8, 8], [3, 4, 8, 8], [8, 8, 8, 8]]
-    assert np.asarray(pool.free_ids)[: int(pool.num_free)][::-1].tolist() == [7, 6, 5, 2, 1, 0]
-
-
-def test_a_row_whose_blocks_are_free_already_is_named_and_takes_nobody_elses():
-    tables, pool = fresh(rows=2, width=4, num_blocks=8)
-    tables, pool, _ = GROW(tables, pool, ints(0, 0), ints(2, 2), 1, 2)
-    stale = tables
-    tables, pool, _ = EMPTY_ROWS(tables, pool, jnp.asarray([True, False]))
-    tables, after, bad = EMPTY_ROWS(stale, pool, jnp.asarray([True, False]))
-    assert np.asarray(bad).tolist() == [True, False]
-    assert np.asarray(tables[0]).tolist() == [8] * 4
-    assert np.asarray(after.ref_counts).tolist() == np.asarray(pool.ref_counts).tolist()
-    assert int(after.num_free) == int(pool.num_free)
+    held = table([], list(range(-(-length // block_size))))
+    need = blocks_for(ints(0, new_length), block_size)
+    _, needed = NEW_COLUMNS(held, need, 4)
+    assert np.asarray(needed).sum(axis=1).tolist() == [0, new_blocks]
 
 
 def test_slots_follow_the_table():
-    tables = ints(3, 1, 4, 4).reshape(1, 4)  # four blocks in all, so 4 is nobody's
+    held = dataclasses.replace(
+        table([3, 1]), ids=ints(3, 1, 4, 4).reshape(1, 4)
+    )  # four blocks in all, so 4 is nobody's
     rows, positions = ints(*[0] * 5), ints(0, 62, 63, 64, 127)
-    assert np.asarray(SLOT_OF(tables, rows, positions, 64, 4)).tolist() == [192, 254, 255, 64, 127]
+    assert np.asarray(SLOT_OF(held, rows, positions, 64, 4)).tolist() == [192, 254, 255, 64, 127]
 
 
 def test_what_has_no_slot_gets_the_sentinel_and_never_another_rows_slot():
-    tables = ints(0, 4, 1, 2).reshape(2, 2)
+    held = BlockTable(ints(0, 4, 1, 2).reshape(2, 2), ints(0, 0), ints(1, 2))
     rows = ints(0, 0, 0, 1, -1, 2, 1, -2)
     positions = ints(4, 7, -1, -4, 0, 0, 8, 3)
-    assert np.asarray(SLOT_OF(tables, rows, positions, 4, 4)).tolist() == [16] * 8
+    assert np.asarray(SLOT_OF(held, rows, positions, 4, 4)).tolist() == [16] * 8
+
+
+def test_what_has_left_the_window_has_no_slot():
+    held = table([None, None, 7, 8])
+    assert np.asarray(SLOT_OF(held, ints(0, 0, 0, 0), ints(0, 7, 8, 15), 4, NONE)).tolist() == [80, 80, 28, 35]
