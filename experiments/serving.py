@@ -11,7 +11,7 @@ import numpy as np
 import polars as pl
 
 from experiments.workloads.workload import Workload
-from paxkv.engine import Engine, EngineState, StepRecord, all_ended, init_engine, run_steps
+from paxkv.engine import Engine, EngineState, StepRecord, all_ended, init_engine, output_tokens, run_steps
 from paxkv.kv_cache import KVCache, init_kv_cache
 from paxkv.model_shapes import KVShape
 from paxkv.outcomes import raise_on_fault
@@ -87,7 +87,7 @@ def serve(
         on_dispatch(int(jnp.sum(state.scheduler.progress.status == Status.ENDED)))
     return Served(
         steps=pl.concat(records),
-        requests=_request_table(state, workload),
+        requests=_request_table(requests, state, workload),
         pool=pl.DataFrame(pictures, schema={"step": pl.Int32, "owners": pl.List(pl.Int32)}),
         wall_compile_s=wall_compile_s,
     )
@@ -132,11 +132,11 @@ def _step_table(record: StepRecord, first_step: int, map_call_ns: int) -> pl.Dat
     return table.filter(happened).drop("clock", "ticks")
 
 
-def _request_table(state: EngineState, workload: Workload) -> pl.DataFrame:
+def _request_table(requests: Requests, state: EngineState, workload: Workload) -> pl.DataFrame:
     """One row a request. Times are modelled, in ms; null for what never happened."""
     progress, outputs = state.scheduler.progress, state.outputs
     generated = np.asarray(progress.generated)
-    tokens, ticks, margins = (np.asarray(a) for a in (outputs.tokens, outputs.ticks, outputs.margins))
+    ticks, margins = np.asarray(outputs.ticks), np.asarray(outputs.margins)
 
     def when(at: jax.Array) -> pl.Series:
         return pl.Series(np.asarray(at)).replace(-1, None) * TICK_MS
@@ -153,7 +153,7 @@ def _request_table(state: EngineState, workload: Workload) -> pl.DataFrame:
             "first_token_ms": when(progress.first_token_at),
             "ended_ms": when(progress.ended_at),
             "preemptions": np.asarray(progress.preemptions),
-            "tokens": [row[:n].tolist() for row, n in zip(tokens, generated, strict=True)],
+            "tokens": output_tokens(requests, state),
             "token_ms": [(row[:n] * TICK_MS).tolist() for row, n in zip(ticks, generated, strict=True)],
             "margins": [row[:n].tolist() for row, n in zip(margins, generated, strict=True)],
         },

@@ -12,28 +12,33 @@ from paxkv.checks import require_invariants, violations
 from paxkv.config import MemoryConfig, make_memory
 from paxkv.contiguous import VAttention, VAttentionState
 from paxkv.cost_model import StepCost
-from paxkv.engine import Decode, Engine, EngineState, StepRecord, all_ended, init_engine, run_steps
+from paxkv.engine import Decode, Engine, EngineState, StepRecord, all_ended, init_engine, output_tokens, run_steps
 from paxkv.kv_cache import Attend, KVCache, init_kv_cache
-from paxkv.memory import Ask, Content, KVMemory, MapCalls, Usage, content
+from paxkv.memory import Ask, Content, KVMemory, MapCalls, Usage
 from paxkv.model_shapes import KVShape, model_shape
 from paxkv.outcomes import Faults, MemoryFaultError, Outcome, raise_on_fault
 from paxkv.page_groups import PageGroups
 from paxkv.paged import Paged
 from paxkv.paged_state import PagedState
+from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import Progress, Reason, Requests, Status, make_requests
 from paxkv.reserved import Reserved, ReservedState
-from paxkv.scheduler import Plan, SchedulerState, commit, init_scheduler, schedule
+from paxkv.scheduler import commit, schedule
+from paxkv.scheduler_state import Plan, Policy, SchedulerState, init_scheduler
 from paxkv.sizes import parse_fraction, parse_size
+from paxkv.windows import Group
 
 __all__ = [
     "Ask",
     "Attend",
     "BlockPlan",
     "BlockPool",
+    "Content",
     "Decode",
     "Engine",
     "EngineState",
     "Faults",
+    "Group",
     "KVCache",
     "KVMemory",
     "KVShape",
@@ -45,6 +50,8 @@ __all__ = [
     "Paged",
     "PagedState",
     "Plan",
+    "Policy",
+    "PrefixCache",
     "Progress",
     "Reason",
     "Requests",
@@ -66,6 +73,7 @@ __all__ = [
     "make_memory",
     "make_requests",
     "model_shape",
+    "output_tokens",
     "parse_fraction",
     "parse_size",
     "plan_blocks",

@@ -5,11 +5,11 @@ import typing
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32, UInt32
+from jaxtyping import Array, Int32, UInt32
 
 from paxkv import chains, prefix_cache
 from paxkv.block_pool import is_free, retain
-from paxkv.block_tables import BlockTable
+from paxkv.block_tables import begin_row
 from paxkv.cache_stats import MissedBlocks, count_admission
 from paxkv.chain_hash import prefix_hashes, seed
 from paxkv.memory import Content
@@ -149,7 +149,7 @@ def adopt(
         ids = jnp.where(ok, hit.blocks[g], none)
         pool = retain(pool, ids, distinct=True)
         contents = prefix_cache.touch(config, contents, ids, content.priority)
-        tables.append(_begin_row(table, row, ids, hit.first[g], hit.end[g], none))
+        tables.append(begin_row(table, row, ids, hit.first[g], hit.end[g], none))
     chain = chains.start_chain(
         typing.cast(chains.Chains, state.chains),
         row,
@@ -161,26 +161,12 @@ def adopt(
         content.priority,
     )
     stats = count_admission(
-        state.stats, tokens, hit.tokens, content.resumed, memory.layer_groups[0].block_size, hit.missed, ok & content.lookup
+        state.stats,
+        tokens,
+        hit.tokens,
+        content.resumed,
+        memory.layer_groups[0].block_size,
+        hit.missed,
+        ok & content.lookup,
     )
-    return dataclasses.replace(
-        state, pool=pool, tables=tuple(tables), contents=contents, chains=chain, stats=stats
-    )
-
-
-def _begin_row(
-    table: BlockTable,
-    row: Int32[Array, ""],
-    ids: Int32[Array, " n"],
-    first: Int32[Array, ""],
-    end: Int32[Array, ""],
-    none: int,
-) -> BlockTable:
-    """Writes the blocks of a hit into an empty row."""
-    width = table.ids.shape[1]
-    ids = jnp.concatenate([ids, jnp.full(width, none, jnp.int32)])[:width]
-    return BlockTable(
-        ids=table.ids.at[row].set(ids, mode="drop"),
-        first=table.first.at[row].set(first, mode="drop"),
-        end=table.end.at[row].set(end, mode="drop"),
-    )
+    return dataclasses.replace(state, pool=pool, tables=tuple(tables), contents=contents, chains=chain, stats=stats)

@@ -143,8 +143,10 @@ def _lowest(
     order = jnp.lexsort((ranking.at[pool.queue].get(mode="fill", fill_value=0), ~here)).astype(jnp.int32)
     chosen = order[: min(most, size)]
     chosen = jnp.where(jnp.arange(chosen.shape[0], dtype=jnp.int32) < count, chosen, size)
-    found = jnp.full(most, none, jnp.int32).at[: chosen.shape[0]].set(
-        pool.queue.at[chosen].get(mode="fill", fill_value=none)
+    found = (
+        jnp.full(most, none, jnp.int32)
+        .at[: chosen.shape[0]]
+        .set(pool.queue.at[chosen].get(mode="fill", fill_value=none))
     )
     return pool.queue.at[chosen].set(none, mode="drop"), found
 

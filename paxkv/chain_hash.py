@@ -15,8 +15,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32, UInt32
 
-# Odd constants with well-spread bits, one for each lane and use: the first 32 bits of the fractional parts of the square
-# roots of 2, 3, 5, 7, 11 and 13, their lowest bit set.
+# Odd constants with well-spread bits, one for each lane and use: the first 32 bits of the fractional parts of the
+# square roots of 2, 3, 5, 7, 11 and 13, their lowest bit set.
 _TOKEN = (0x6A09E667, 0xBB67AE85)
 _POSITION = (0x3C6EF373, 0xA54FF53B)
 _KEY = (0x510E527F, 0x9B05688D)
@@ -50,9 +50,7 @@ def seed(
     return jnp.stack(lanes, axis=-1)
 
 
-def prefix_hashes(
-    tokens: Int32[Array, " n"], start: UInt32[Array, " 2"], block_size: int
-) -> UInt32[Array, "blocks 2"]:
+def prefix_hashes(tokens: Int32[Array, " n"], start: UInt32[Array, " 2"], block_size: int) -> UInt32[Array, "blocks 2"]:
     """The hash of a prompt at the end of each of its `n // block_size` full blocks.
 
     Args:

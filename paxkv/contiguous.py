@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.contiguous_attention import contiguous_attention
-from paxkv.memory import Ask, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
+from paxkv.memory import Ask, MapCalls, SharesNothing, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.outcomes import Outcome, select_outcome
 from paxkv.seqs import Seqs, advance, check_append, init_seqs, occupy, vacate
 from paxkv.sizes import require_int
@@ -37,7 +37,7 @@ class VAttentionState:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class VAttention:
+class VAttention(SharesNothing):
     """vAttention memory of `num_groups` page groups. Implements `KVMemory[VAttentionState]`.
 
     What it does, exactly. A row *needs* `ceil(tokens * token_bytes / page_bytes)` groups; whatever it has mapped
@@ -195,16 +195,6 @@ class VAttention:
         return contiguous_attention(
             q, k, v, starts, state.seqs.lengths, cu_q_lens, max_q_len=max_q_len, backend=backend
         )
-
-    def publish(
-        self,
-        state: VAttentionState,
-        tokens: Int32[Array, " tokens"],
-        cu_lens: Int32[Array, " rows_and_one"],
-        max_new_tokens: int,
-    ) -> VAttentionState:
-        del tokens, cu_lens, max_new_tokens  # nothing is shared
-        return state
 
     def usage(self, state: VAttentionState, final_lengths: Int32[Array, " rows"]) -> Usage:
         return usage_of_rows(self.capacity, state.seqs, *self.request_slots(state), final_lengths)

@@ -8,28 +8,25 @@ the batch, so it is compiled once; a scan over it runs a whole dispatch on the d
 
 import dataclasses
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32
+import numpy as np
+from jaxtyping import Array, Float32, Int32
 
 from pallas_kernels.kv_write import kv_write
+from paxkv.beams import choose_beams
 from paxkv.control_flow import run_if
 from paxkv.cost_model import StepCost, step_ticks
 from paxkv.kv_cache import Attend, KVCache
 from paxkv.memory import KVMemory, Usage
+from paxkv.ragged import ragged, tokens_of
 from paxkv.requests import Requests, Status, final_lengths
 from paxkv.sampling import sample
-from paxkv.scheduler import (
-    Plan,
-    SchedulerState,
-    commit,
-    init_scheduler,
-    next_arrival,
-    schedule,
-)
+from paxkv.scheduler import commit, next_arrival, schedule
+from paxkv.scheduler_state import Plan, Policy, SchedulerState, by_row, init_scheduler
 
 
 @typing.runtime_checkable
@@ -59,6 +56,7 @@ class Engine:
     token_budget: int  # most tokens computed in a step
     cost: StepCost = dataclasses.field(default_factory=StepCost)
     backend: str | tuple[str, ...] | None = None  # of the attention kernels
+    policy: Policy = dataclasses.field(default_factory=Policy)
 
     def __post_init__(self) -> None:
         """Refuses a budget that could leave a running request without its token."""
@@ -73,11 +71,11 @@ class Engine:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Outputs:
-    """What was generated. Entries beyond a request's `generated` are 0."""
+    """What is known of the tokens that were generated. Entries beyond a request's `generated` are 0."""
 
-    tokens: jax.Array  # i32[requests, max_output]
     ticks: jax.Array  # i32[requests, max_output]; when each token was produced
-    margins: jax.Array  # f32[requests, max_output]; lead of the best logit over the second best
+    margins: jax.Array  # f32[requests, max_output]; lead of the best logit over the second best; 0 for beams
+    scores: jax.Array  # f32[requests]; log probability of all that a beam has generated
 
 
 @typing.no_type_check
@@ -88,6 +86,7 @@ class EngineState:
 
     scheduler: SchedulerState
     cache: KVCache
+    transcripts: jax.Array  # i32[requests, max_prompt + max_output]; prompt, then output so far, then 0
     outputs: Outputs
 
 
@@ -108,6 +107,7 @@ class StepRecord:
     refused: jax.Array
     preempted: jax.Array
     recompute_tokens: jax.Array
+    hit_tokens: jax.Array  # that admitted requests found stored already
     ended: jax.Array
     kv_tokens: jax.Array  # stored tokens that attention read
     usage: Usage
@@ -127,14 +127,22 @@ def init_engine(engine: Engine, requests: Requests, cache: KVCache) -> EngineSta
         raise ValueError(
             f"cache: expected {engine.memory.num_slots} slots, which is what the memory hands out, got {slots}"
         )
+    if requests.beams and not engine.memory.can_fork:
+        raise ValueError("memory: expected one that can fork, as beams share blocks, such as Paged(..., forks=True)")
+    if len(getattr(engine.memory, "layer_groups", (None,))) > 1:
+        raise ValueError(
+            "memory: expected one group of layers, as the model calls attention without naming a group, got "
+            f"{len(engine.memory.layer_groups)}"
+        )
     shape = (requests.count, max(1, int(jnp.max(requests.output_lens))))
     return EngineState(
         scheduler=init_scheduler(engine.memory, requests),
         cache=cache,
+        transcripts=jnp.pad(requests.prompts, ((0, 0), (0, shape[1]))),
         outputs=Outputs(
-            tokens=jnp.zeros(shape, jnp.int32),
             ticks=jnp.zeros(shape, jnp.int32),
             margins=jnp.zeros(shape, jnp.float32),
+            scores=jnp.zeros(requests.count, jnp.float32),
         ),
     )
 
@@ -155,9 +163,11 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
     """One step of the server: schedule, compute, sample, book, record."""
     memory, before = engine.memory, state.scheduler
     calls_before = memory.map_calls(before.memory)
-    scheduled, plan = schedule(memory, requests, before, engine.token_budget)
+    scheduled, plan = schedule(memory, requests, before, engine.token_budget, engine.policy, state.transcripts)
+    memory_state, cache = memory.settle(scheduled.memory, state.cache)
+    scheduled = dataclasses.replace(scheduled, memory=memory_state)
 
-    cache, logits = _forward(engine, params, requests, scheduled, plan, state.outputs, state.cache)
+    cache, logits = _forward(engine, params, scheduled, plan, state.transcripts, cache)
     request = scheduled.row_request
     drawn_from = jax.vmap(jax.random.fold_in)(
         requests.keys.at[request].get(mode="clip"),
@@ -174,10 +184,16 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
     ticks = jnp.where(total > 0, busy, next_arrival(requests, scheduled) - scheduled.clock)
     now = scheduled.clock + ticks
 
-    outputs = _book_outputs(state.outputs, scheduled, plan, requests, tokens, margins, now)
     stored_at_end = final_lengths(requests, memory.max_len).at[request].get(mode="fill", fill_value=0)
     used = memory.usage(scheduled.memory, stored_at_end)
-    after = commit(memory, requests, scheduled, plan, tokens, now)
+    transcripts, outputs = state.transcripts, state.outputs
+    if requests.beams:
+        scheduled, transcripts, outputs, tokens = _search(
+            memory, requests, scheduled, plan, transcripts, outputs, logits
+        )
+        margins = jnp.zeros_like(margins)
+    transcripts, outputs = _book(transcripts, outputs, scheduled, plan, requests, tokens, margins, now)
+    after = commit(memory, requests, scheduled, plan, tokens, now, transcripts, engine.token_budget)
     calls_after = memory.map_calls(after.memory)
 
     waiting = (scheduled.progress.status == Status.WAITING) & (requests.arrivals <= scheduled.clock)
@@ -194,6 +210,7 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
         refused=plan.refused,
         preempted=plan.preempted,
         recompute_tokens=plan.recompute_tokens,
+        hit_tokens=plan.hit_tokens,
         ended=ended.astype(jnp.int32),
         kv_tokens=kv_tokens,
         usage=used,
@@ -201,30 +218,24 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
         background_map_calls=calls_after.background - calls_before.background,
         unmap_calls=calls_after.unmap - calls_before.unmap,
     )
-    return EngineState(scheduler=after, cache=cache, outputs=outputs), record
+    return EngineState(scheduler=after, cache=cache, transcripts=transcripts, outputs=outputs), record
 
 
 def _forward(
     engine: Engine,
     params: Any,
-    requests: Requests,
     scheduled: SchedulerState,
     plan: Plan,
-    outputs: Outputs,
+    transcripts: Int32[Array, "requests width"],
     cache: KVCache,
 ) -> tuple[KVCache, Float32[Array, "rows vocab"]]:
     """Computes the planned tokens, if any: as `rows` tokens if every row has at most one, else as `token_budget`."""
 
     def compute(cache: KVCache, num_tokens: int, max_q_len: int) -> tuple[KVCache, jax.Array]:
         memory = engine.memory
-        cu_q_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(plan.new_tokens)])
-        index = jnp.arange(num_tokens, dtype=jnp.int32)
-        row = jnp.searchsorted(cu_q_lens, index, side="right", method="compare_all").astype(jnp.int32) - 1
-        # Beyond the last token `row` is the number of rows, so every look-up below is filled, not clamped.
-        start = plan.starts.at[row].get(mode="fill", fill_value=0)
-        position = start + index - cu_q_lens.at[row].get(mode="fill", fill_value=0)
-        tokens = _known_token(requests, outputs, scheduled.row_request, row, position)
-        slots = memory.slots(scheduled.memory, row, position)
+        batch = ragged(plan.starts, plan.new_tokens, num_tokens)
+        tokens = tokens_of(transcripts, scheduled.row_request, batch)
+        slots = memory.slots(scheduled.memory, batch.row, batch.position)
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
             k_slots, v_slots = kv_write(cache.k[layer], cache.v[layer], k, v, slots)
@@ -233,7 +244,7 @@ def _forward(
                 q,
                 k_slots,
                 v_slots,
-                cu_q_lens,
+                batch.cu_lens,
                 max_q_len=max_q_len,
                 backend=engine.backend,
             )
@@ -242,8 +253,8 @@ def _forward(
                 v=_replace(cache.v, layer, v_slots),
             )
 
-        last = jnp.where(plan.samples, cu_q_lens[1:] - 1, num_tokens)
-        logits, cache = engine.decode(params, tokens, position, last, cache, attend)
+        last = jnp.where(plan.samples, batch.cu_lens[1:] - 1, num_tokens)
+        logits, cache = engine.decode(params, tokens, batch.position, last, cache, attend)
         return cache, logits
 
     rows, budget = engine.memory.rows, engine.token_budget
@@ -254,23 +265,43 @@ def _forward(
     return run_if(most > 1, lambda c: compute(c[0], budget, budget), carry)
 
 
-def _known_token(
+def _search(
+    memory: KVMemory[Any],
     requests: Requests,
+    scheduled: SchedulerState,
+    plan: Plan,
+    transcripts: Int32[Array, "requests width"],
     outputs: Outputs,
-    row_request: Int32[Array, " rows"],
-    row: Int32[Array, " tokens"],
-    position: Int32[Array, " tokens"],
-) -> Int32[Array, " tokens"]:
-    """The token at a position of the sequence in a row: prompt first, then output. 0 where there is no row."""
-    request = row_request.at[row].get(mode="fill", fill_value=requests.count)
-    prompt_len = requests.prompt_lens.at[request].get(mode="fill", fill_value=0)
-    in_prompt = requests.prompts.at[request, position].get(mode="fill", fill_value=0)
-    generated = jnp.maximum(position - prompt_len, 0)
-    in_output = outputs.tokens.at[request, generated].get(mode="fill", fill_value=0)
-    return jnp.where(position < prompt_len, in_prompt, in_output)
+    logits: Float32[Array, "rows vocab"],
+) -> tuple[SchedulerState, Int32[Array, "requests width"], Outputs, Int32[Array, " rows"]]:
+    """Lets every row go on with one of the best continuations of its group, and take over what came before it."""
+    request, width, nobody = scheduled.row_request, requests.samples, requests.count
+    row = jnp.arange(memory.rows, dtype=jnp.int32)
+    row_of = jnp.full(nobody, memory.rows, jnp.int32).at[request].set(row, mode="drop")
+    leader = by_row(requests.leaders, request, nobody)
+    members = row_of.at[leader[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]].get(mode="fill", fill_value=0)
+    beams = choose_beams(
+        logits,
+        by_row(outputs.scores, request, 0),
+        jnp.clip(members, 0, memory.rows - 1),
+        jnp.clip(request - leader, 0, width - 1),
+        by_row(scheduled.progress.generated, request, 0) == 0,
+    )
+    sources = jnp.where(plan.samples, beams.sources, row)
+    source_request = request[sources]
+    at = jnp.where(plan.samples, request, nobody)
+    transcripts = transcripts.at[at].set(transcripts[source_request], mode="drop")
+    outputs = dataclasses.replace(
+        outputs,
+        ticks=outputs.ticks.at[at].set(outputs.ticks[source_request], mode="drop"),
+        scores=outputs.scores.at[at].set(beams.scores, mode="drop"),
+    )
+    memory_state = memory.reorder(scheduled.memory, sources)
+    return dataclasses.replace(scheduled, memory=memory_state), transcripts, outputs, beams.tokens
 
 
-def _book_outputs(
+def _book(
+    transcripts: Int32[Array, "requests width"],
     outputs: Outputs,
     scheduled: SchedulerState,
     plan: Plan,
@@ -278,12 +309,13 @@ def _book_outputs(
     tokens: Int32[Array, " rows"],
     margins: Float32[Array, " rows"],
     now: Int32[Array, ""],
-) -> Outputs:
-    """Writes each sampled token behind the output its request already has."""
+) -> tuple[Int32[Array, "requests width"], Outputs]:
+    """Writes each sampled token behind what its request already has."""
     at = jnp.where(plan.samples, scheduled.row_request, requests.count)
     place = scheduled.progress.generated.at[at].get(mode="fill", fill_value=0)
-    return Outputs(
-        tokens=outputs.tokens.at[at, place].set(tokens, mode="drop"),
+    prompt_len = requests.prompt_lens.at[at].get(mode="fill", fill_value=0)
+    return transcripts.at[at, prompt_len + place].set(tokens, mode="drop"), dataclasses.replace(
+        outputs,
         ticks=outputs.ticks.at[at, place].set(now, mode="drop"),
         margins=outputs.margins.at[at, place].set(margins, mode="drop"),
     )
@@ -296,3 +328,10 @@ def _replace(arrays: Sequence[jax.Array], at: int, array: jax.Array) -> tuple[ja
 def all_ended(state: EngineState) -> bool:
     """Host side: whether every request has ended. Waits for the device."""
     return bool(jnp.all(state.scheduler.progress.status == Status.ENDED))
+
+
+def output_tokens(requests: Requests, state: EngineState) -> list[list[int]]:
+    """Host side: what each request has generated so far. Waits for the device."""
+    transcripts = np.asarray(state.transcripts)
+    begins, counts = np.asarray(requests.prompt_lens), np.asarray(state.scheduler.progress.generated)
+    return [row[b : b + n].tolist() for row, b, n in zip(transcripts, begins, counts, strict=True)]

@@ -10,9 +10,10 @@ from jaxtyping import Array, Int32
 
 from paxkv import chains, prefix_cache, sharing
 from paxkv.admission import identity_of
-from paxkv.block_pool import give_back, is_free, retain
+from paxkv.block_pool import BlockPool, give_back, is_free, retain
 from paxkv.block_tables import blocks_for
 from paxkv.chain_hash import hash_of_length, seed
+from paxkv.control_flow import run_if
 from paxkv.memory import Content
 from paxkv.outcomes import Outcome, record, select_outcome
 from paxkv.paged_state import PagedState
@@ -42,7 +43,8 @@ def fork(
       content: of the new sequence, needed with a prefix cache.
 
     Returns:
-      The state, the row (`rows` if none), and the `Outcome`: `OK`; `LATER` if no row is free; `OUT_OF_RANGE`, also
+      The state, the row (`rows` if none), and the `Outcome`: `OK`; `LATER` if no row or no block is free, or
+      the parent waits for a copy of its own; `OUT_OF_RANGE`, also
       recorded as a fault, if the parent does not hold so many tokens. Unless it is `OK`, nothing else changed.
     """
     none = memory.num_blocks
@@ -58,15 +60,17 @@ def fork(
     for g, group in enumerate(memory.layer_groups):
         gone = state.tables[g].first.at[parent].get(mode="fill", fill_value=0)
         wrong |= gone > group.out_of_view(length) // group.block_size
-    outcome = select_outcome((wrong, Outcome.OUT_OF_RANGE), (~has_row, Outcome.LATER))
+    later = ~has_row | (state.pool.num_free == 0)  # its first write takes a block
+    if state.copies is not None:
+        waits = sharing.pending(state.copies, memory.rows, none)
+        later |= waits.at[parent].get(mode="fill", fill_value=False)
+    outcome = select_outcome((wrong, Outcome.OUT_OF_RANGE), (later, Outcome.LATER))
     ok = outcome == Outcome.OK
     at = jnp.where(ok, row, memory.rows)
 
     pool, tables = state.pool, []
     for g, group in enumerate(memory.layer_groups):
-        table, ids = sharing.share_row(
-            state.tables[g], parent, at, blocks_for(length, group.block_size), none
-        )
+        table, ids = sharing.share_row(state.tables[g], parent, at, blocks_for(length, group.block_size), none)
         pool = retain(pool, ids, distinct=True)
         tables.append(table)
     blamed = jnp.arange(memory.rows, dtype=jnp.int32) == jnp.clip(asked, 0, memory.rows - 1)
@@ -96,9 +100,7 @@ def _fork_chain(
     last = []
     for g, group in enumerate(memory.layer_groups):
         full = length // group.block_size
-        block = state.tables[g].ids.at[parent, jnp.maximum(full - 1, 0)].get(
-            mode="fill", fill_value=memory.num_blocks
-        )
+        block = state.tables[g].ids.at[parent, jnp.maximum(full - 1, 0)].get(mode="fill", fill_value=memory.num_blocks)
         held = prefix_cache.content_of(contents, block)
         last.append(jnp.where(full == 0, chains.root_of(g), jnp.where(held == 0, BROKEN, held)))
     start = seed(content.adapter, content.salt, epoch, config.kv_format)
@@ -112,6 +114,63 @@ def _fork_chain(
         identity_of(content, epoch),
         content.priority,
     )
+
+
+def reorder(memory: "Paged", state: PagedState, sources: Int32[Array, " rows"]) -> PagedState:
+    """Every row takes over the sequence of row `sources[row]`, which keeps it: how beams survive or die.
+
+    Args:
+      memory: paged memory with `forks`.
+      state: its state.
+      sources: of each row, itself where nothing changes. A row that changes and its source must be active, equally
+        long and without a pending copy, and the source must not change; anything else is an `OUT_OF_RANGE` fault, and
+        then nothing changes.
+    """
+    rows, none = memory.rows, memory.num_blocks
+    row = jnp.arange(rows, dtype=jnp.int32)
+    moved = sources != row
+    known = (sources >= 0) & (sources < rows)
+    source = jnp.where(known, sources, row)
+    seqs = state.seqs
+    alike = seqs.active & seqs.active[source] & (seqs.lengths == seqs.lengths[source])
+    wrong = moved & ~(known & alike & ~moved[source])
+    if state.copies is not None:
+        waits = sharing.pending(state.copies, rows, none)
+        wrong |= moved & (waits | waits[source])
+    faults = record(seqs.faults, Outcome.OUT_OF_RANGE, wrong)
+    moved &= ~jnp.any(wrong)
+
+    def move_one(carry: tuple) -> tuple:
+        pool, todo = carry
+        at = jnp.argmax(todo)
+        new = jnp.concatenate([table.ids[source[at]] for table in state.tables])
+        old = jnp.concatenate([table.ids[at] for table in state.tables])
+        pool = retain(pool, new, distinct=True)
+        pool, _ = give_back(pool, old, memory.joins_at_back(state, old), distinct=True)
+        return pool, todo.at[at].set(False)
+
+    pool, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), move_one, (state.pool, moved))
+    source = jnp.where(moved, source, row)
+    return dataclasses.replace(
+        state,
+        seqs=dataclasses.replace(seqs, promised=seqs.promised[source], faults=faults),
+        pool=pool,
+        tables=jax.tree.map(lambda leaf: leaf[source], state.tables),
+        chains=jax.tree.map(lambda leaf: leaf[source], state.chains),
+    )
+
+
+def end_copies(memory: "Paged", state: PagedState) -> PagedState:
+    """Lets go of both ends of every pending copy, now that the data was copied."""
+    copies = typing.cast(sharing.Copies, state.copies)
+    ids = jnp.concatenate([copies.sources, copies.destinations])
+
+    def let_go(pool: BlockPool) -> BlockPool:
+        return give_back(pool, ids, memory.joins_at_back(state, ids))[0]
+
+    pool = run_if(jnp.any(ids != memory.num_blocks), let_go, state.pool)
+    empty = sharing.no_copies(copies.sources.shape[0], memory.num_blocks)
+    return dataclasses.replace(state, pool=pool, copies=empty)
 
 
 def free_out_of_view(memory: "Paged", state: PagedState) -> PagedState:

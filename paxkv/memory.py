@@ -9,12 +9,13 @@ compares units of the same memory.
 import dataclasses
 import typing
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Literal, NamedTuple, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
+from paxkv.kv_cache import KVCache
 from paxkv.seqs import Seqs
 
 State = TypeVar("State")
@@ -50,6 +51,7 @@ class Ask(NamedTuple):
     prompt_tokens: Int32[Array, ""]
     final_tokens: Int32[Array, ""]  # what it will have stored when it ends; NEVER if longer than a sequence may be
     content: Content | None = None  # needed by memories with a prefix cache
+    sequences: Int32[Array, ""] | int = 1  # that will share the prompt and must run together, itself included
 
     @property
     def most_tokens(self) -> Int32[Array, ""]:
@@ -68,11 +70,12 @@ class Usage:
     lost to rounding, or held by nobody.
     """
 
-    tokens: jax.Array  # i32[]; slots that hold a token
+    tokens: jax.Array  # i32[]; slots that hold a token; one that several sequences share counts once
     reserved: jax.Array  # i32[]
     internal: jax.Array  # i32[]
     external: jax.Array  # i32[]
     allocated: jax.Array  # i32[]; slots that no other request can have now, rounding included
+    saved: jax.Array  # i32[]; slots that sequences would hold beyond those if nothing were shared
 
 
 @typing.no_type_check
@@ -176,6 +179,40 @@ class KVMemory(Protocol[State]):
         """
         ...
 
+    @property
+    def publishes(self) -> Literal["on_schedule", "on_compute"] | None:
+        """When `publish` is to be called: after `append`, once the step was computed, or never."""
+        ...
+
+    @property
+    def can_fork(self) -> bool:
+        """Whether `fork`, `reorder` and `settle` are there."""
+        ...
+
+    def fork(
+        self,
+        state: State,
+        parent: Int32[Array, ""],
+        length: Int32[Array, ""],
+        promised: Int32[Array, ""],
+        content: Content | None,
+    ) -> tuple[State, Int32[Array, ""], Int32[Array, ""]]:
+        """Starts a sequence that shares the first `length` tokens of the one in row `parent`.
+
+        Returns:
+          The state, the row (`rows` if none) and the `Outcome`: `OK`, `LATER` or `OUT_OF_RANGE`. Unless it is `OK`,
+          nothing changed.
+        """
+        ...
+
+    def reorder(self, state: State, sources: Int32[Array, " rows"]) -> State:
+        """Every row becomes a fork of row `sources[row]`, which may be itself. All must be active and as long."""
+        ...
+
+    def settle(self, state: State, cache: KVCache) -> tuple[State, KVCache]:
+        """Moves the data that earlier transitions left to be moved. Before anything is written."""
+        ...
+
     def publish(
         self,
         state: State,
@@ -185,8 +222,7 @@ class KVMemory(Protocol[State]):
     ) -> State:
         """Tells which tokens were stored last, row after row, so that a memory can share what is equal.
 
-        After `append`, or after the step was computed, as the memory's policy says. Memories that share nothing do
-        nothing.
+        `max_new_tokens` is a static bound of each row's share.
         """
         ...
 
@@ -234,6 +270,33 @@ class KVMemory(Protocol[State]):
         ...
 
 
+class SharesNothing:
+    """What the protocol asks of memories that can share, for those that cannot."""
+
+    @property
+    def publishes(self) -> None:
+        return None
+
+    @property
+    def can_fork(self) -> bool:
+        return False
+
+    def publish(self, state: State, tokens: jax.Array, cu_lens: jax.Array, max_new_tokens: int) -> State:
+        del tokens, cu_lens, max_new_tokens
+        return state
+
+    def settle(self, state: State, cache: KVCache) -> tuple[State, KVCache]:
+        return state, cache
+
+    def fork(
+        self, state: State, parent: jax.Array, length: jax.Array, promised: jax.Array, content: Content | None
+    ) -> tuple[State, jax.Array, jax.Array]:
+        raise NotImplementedError(f"{type(self).__name__} memory cannot fork: its sequences are contiguous")
+
+    def reorder(self, state: State, sources: jax.Array) -> State:
+        raise NotImplementedError(f"{type(self).__name__} memory cannot reorder: its sequences are contiguous")
+
+
 def usage_of_rows(
     capacity: int,
     seqs: Seqs,
@@ -260,4 +323,5 @@ def usage_of_rows(
         internal=internal,
         external=capacity - tokens - reserved - internal,
         allocated=jnp.sum(jnp.where(seqs.active, taken, 0)),
+        saved=jnp.int32(0),
     )

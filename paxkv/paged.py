@@ -11,13 +11,14 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.paged_attention import paged_attention
-from paxkv import block_tables, chains, lifecycle, prefix_cache, publishing, sharing
+from paxkv import block_tables, chains, lifecycle, prefix_cache, publishing, sharing, swap_state
 from paxkv.admission import Hit, adopt, look_up, no_hit
 from paxkv.block_pool import give_back, init_block_pool, may_have_content, take
 from paxkv.block_tables import BlockTable, blocks_for
 from paxkv.cache_stats import no_stats
 from paxkv.control_flow import run_if
-from paxkv.memory import Ask, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
+from paxkv.kv_cache import KVCache, copy_blocks
+from paxkv.memory import Ask, Content, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.outcomes import Outcome, record, select_outcome
 from paxkv.paged_state import PagedState
 from paxkv.prefix_cache import PrefixCache
@@ -47,6 +48,7 @@ class Paged:
       forks: whether sequences may be forked; copy-on-write is paid for in every append.
       groups: of layers, instead of `block_size`, if not all see all tokens.
       max_chunk: most tokens that a sequence computes in a step, which bounds what a window holds; None for any number.
+      host_blocks: blocks of a second pool on the host, to which sequences can be swapped out; 0 for none.
     """
 
     rows: int
@@ -60,12 +62,13 @@ class Paged:
     forks: bool = False
     groups: tuple[Group, ...] = ()
     max_chunk: int | None = None
+    host_blocks: int = 0
 
     def __post_init__(self) -> None:
         """Refuses sizes that are not positive or do not fit int32."""
         for name in ("rows", "max_len", "block_size", "num_blocks"):
             require_int(name, getattr(self, name))
-        for name in ("watermark_blocks", "lookahead"):
+        for name in ("watermark_blocks", "lookahead", "host_blocks"):
             require_int(name, getattr(self, name), minimum=0)
         if self.max_chunk is not None:
             require_int("max_chunk", self.max_chunk)
@@ -118,6 +121,11 @@ class Paged:
             ),
             epoch=jnp.int32(0),
             copies=sharing.no_copies(self.rows * len(groups), self.num_blocks) if self.forks else None,
+            swap=swap_state.init_swap(
+                self.host_blocks, self.num_blocks, self.rows, self.max_len, groups, self.cache is not None
+            )
+            if self.host_blocks
+            else None,
         )
         if self.cache is None:
             return state
@@ -135,11 +143,14 @@ class Paged:
     def admit(self, state: PagedState, ask: Ask) -> tuple[PagedState, Int32[Array, ""], Int32[Array, ""]]:
         row, has_row = lowest_free_row(state.seqs)
         hit = self._hit(state, ask)
-        need = jnp.sum(jnp.maximum(self._most_held(ask.known_tokens, hit.first) - (hit.end - hit.first), 0)) + hit.free
+        need = jnp.sum(jnp.maximum(self.most_held(ask.known_tokens, hit.first) - (hit.end - hit.first), 0)) + hit.free
         reserve = jnp.where(jnp.any(state.seqs.active), self.watermark_blocks, 0)
-        most = jnp.sum(self._most_held(ask.most_tokens, jnp.zeros_like(hit.first)))
-        never = (ask.most_tokens > self.max_len) | (most > self.num_blocks)
-        later = ~has_row | (need + self._owed(state) + reserve > state.pool.num_free)
+        most = jnp.sum(self.most_held(ask.most_tokens, jnp.zeros_like(hit.first)))
+        if self.forks:  # the others share what the prompt fills, but for its last token
+            shared = jnp.sum(jnp.stack([(ask.prompt_tokens - 1) // group.block_size for group in self.layer_groups]))
+            most += jnp.where(jnp.asarray(ask.sequences) > 1, (ask.sequences - 1) * jnp.maximum(most - shared, 1), 0)
+        never = (ask.most_tokens > self.max_len) | (most > self.num_blocks) | (jnp.asarray(ask.sequences) > self.rows)
+        later = ~has_row | (need + self.owed(state) + reserve > state.pool.num_free)
         outcome = select_outcome((never, Outcome.NEVER), (later, Outcome.LATER))
         ok = outcome == Outcome.OK
         row = jnp.where(ok, row, self.rows)
@@ -157,9 +168,7 @@ class Paged:
             )
         return look_up(self, state, ask.content, ask.known_tokens)
 
-    def _most_held(
-        self, tokens: Int32[Array, "*n"], first: Int32[Array, "*n groups"]
-    ) -> Int32[Array, "*n groups"]:
+    def most_held(self, tokens: Int32[Array, "*n"], first: Int32[Array, "*n groups"]) -> Int32[Array, "*n groups"]:
         """Blocks that a sequence of so many tokens comes to hold at once, which begins without its `first` ones."""
         reach = jnp.minimum(tokens + self.lookahead, self.max_len)
         most = [
@@ -171,11 +180,11 @@ class Paged:
         ]
         return jnp.stack(most, axis=-1)
 
-    def _owed(self, state: PagedState) -> Int32[Array, ""]:
+    def owed(self, state: PagedState) -> Int32[Array, ""]:
         """Blocks that sequences were promised when they were admitted, and have not taken yet."""
         first = jnp.stack([table.first for table in state.tables], axis=-1)
         end = jnp.stack([table.end for table in state.tables], axis=-1)
-        owed = jnp.maximum(self._most_held(state.seqs.promised, first) - (end - first), 0)
+        owed = jnp.maximum(self.most_held(state.seqs.promised, first) - (end - first), 0)
         return jnp.sum(jnp.where(state.seqs.active[:, None], owed, 0))
 
     def demand(self, state: PagedState, new_lengths: Int32[Array, " rows"]) -> Int32[Array, " rows"]:
@@ -203,7 +212,7 @@ class Paged:
     ) -> tuple[PagedState, Int32[Array, ""]]:
         malformed = check_append(state.seqs, new_tokens, self.max_len, max_new_tokens)
         if state.copies is not None:
-            malformed |= (new_tokens != 0) & sharing.pending(state.copies, self.num_blocks)
+            malformed |= (new_tokens != 0) & sharing.pending(state.copies, self.rows, self.num_blocks)
         old_lengths = state.seqs.lengths
         new_lengths = old_lengths + jnp.where(jnp.any(malformed), 0, new_tokens)
 
@@ -218,12 +227,7 @@ class Paged:
             wanted.append(grows)
             plans.append((columns, grows, writes))
         wants = jnp.concatenate(wanted, axis=1)
-        ranking = None
-        if self.cache is not None and state.contents is not None:
-            ranking = prefix_cache.ranking(self.cache, state.contents)
-        pool, ids, served = take(state.pool, wants.reshape(-1), ranking)
-        loses = may_have_content(state.pool, pool)
-        state = self._forget(dataclasses.replace(state, pool=pool), ids, loses)
+        state, ids, served = self.take_blocks(state, wants.reshape(-1))
 
         ids, at, tables, pairs = ids.reshape(wants.shape), 0, [], []
         for g, (columns, grows, writes) in enumerate(plans):
@@ -244,12 +248,27 @@ class Paged:
         state = dataclasses.replace(state, tables=tuple(tables))
         if pairs:
             pool, copies = sharing.hold(state.pool, pairs)
-            before = typing.cast(sharing.Copies, state.copies)  # if these are pending, nothing was copied now
-            waits = sharing.pending(before, self.num_blocks)
-            copies = jax.tree.map(lambda old, new: jnp.where(waits, old, new), before, copies)
-            state = dataclasses.replace(state, pool=pool, copies=copies)
+            state = dataclasses.replace(state, pool=pool, copies=sharing.add(state.copies, copies, self.num_blocks))
+        if state.swap is not None:
+            grows = (new_lengths > old_lengths) & served
+            swap = swap_state.part_written(state.swap, self.layer_groups, state.tables, old_lengths, grows)
+            state = dataclasses.replace(state, swap=swap)
         seqs, outcome = advance(state.seqs, new_lengths, malformed, served)
         return dataclasses.replace(state, seqs=seqs), outcome
+
+    def take_blocks(
+        self, state: PagedState, wanted: Bool[Array, " n"]
+    ) -> tuple[PagedState, Int32[Array, " n"], Bool[Array, ""]]:
+        """Takes blocks to be written, as `block_pool.take` does: what they held is lost."""
+        ranking = None
+        if self.cache is not None and state.contents is not None:
+            ranking = prefix_cache.ranking(self.cache, state.contents)
+        pool, ids, served = take(state.pool, wanted, ranking)
+        loses = may_have_content(state.pool, pool)
+        state = self._forget(dataclasses.replace(state, pool=pool), ids, loses)
+        if state.swap is not None:
+            state = dataclasses.replace(state, swap=swap_state.part_twins(state.swap, ids))
+        return state, ids, served
 
     def _forget(
         self, state: PagedState, ids: Int32[Array, " n"], any_cached: Bool[Array, ""], counts: int = 1
@@ -276,6 +295,34 @@ class Paged:
         if state.contents is None:
             return None
         return prefix_cache.content_of(state.contents, ids) != 0
+
+    @property
+    def publishes(self) -> prefix_cache.Publish | None:
+        return None if self.cache is None else self.cache.publish
+
+    @property
+    def can_fork(self) -> bool:
+        return self.forks
+
+    def fork(
+        self,
+        state: PagedState,
+        parent: Int32[Array, ""],
+        length: Int32[Array, ""],
+        promised: Int32[Array, ""],
+        content: Content | None = None,
+    ) -> tuple[PagedState, Int32[Array, ""], Int32[Array, ""]]:
+        return lifecycle.fork(self, state, parent, length, promised, content)
+
+    def reorder(self, state: PagedState, sources: Int32[Array, " rows"]) -> PagedState:
+        return lifecycle.reorder(self, state, sources)
+
+    def settle(self, state: PagedState, cache: KVCache) -> tuple[PagedState, KVCache]:
+        if state.copies is None:
+            return state, cache
+        copies = state.copies
+        cache = copy_blocks(cache, copies.sources, copies.destinations, self.block_size)
+        return lifecycle.end_copies(self, state), cache
 
     def publish(
         self,
@@ -382,6 +429,7 @@ class Paged:
             internal=held - jnp.sum(fillable),
             external=self.capacity - held,
             allocated=held,
+            saved=self.block_size * jnp.sum(self.held(state)) - held,
         )
 
     def owners(self, state: PagedState) -> Int32[Array, " units"]:

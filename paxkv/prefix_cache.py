@@ -304,9 +304,7 @@ def publish(
         parents = _parents(some, ids)
         table = hash_table.fill(table, entry, some.keys, some.blocks, put)
         unused = jnp.zeros((width, records.shape[1] - _COLUMNS - some.tokens.shape[1]), jnp.int32)
-        rows = jnp.concatenate(
-            [jnp.stack([ids, parents, entry], axis=1), some.identities, some.tokens, unused], axis=1
-        )
+        rows = jnp.concatenate([jnp.stack([ids, parents, entry], axis=1), some.identities, some.tokens, unused], axis=1)
         where = jnp.where(put, some.blocks, none)
         settled_now = put | broken | merged
         done = jnp.where(settled_now, at, count)

@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from paxkv.sizes import require_int
+
 TICK_US = 10  # the unit of the engine's clock; i32 ticks of 10 microseconds last almost six hours
 
 
@@ -43,7 +45,14 @@ class Requests:
     arrivals: jax.Array  # i32[requests]; ticks, ascending
     temperatures: jax.Array  # f32[requests]; 0 is greedy
     keys: jax.Array  # key[requests]; each request's own stream, whoever runs beside it
+    leaders: jax.Array  # i32[requests]; the first of the sequences that were asked for together; mostly itself
+    group_sizes: jax.Array  # i32[requests]; how many were asked for together
+    adapters: jax.Array  # i32[requests]; of the weights, 0 for none
+    salts: jax.Array  # i32[requests]; requests of different salts share no cached prefix
+    priorities: jax.Array  # i32[requests]; lower is preempted, and leaves the cache, first
     stop_token: int = dataclasses.field(metadata={"static": True}, default=-1)  # -1: none
+    samples: int = dataclasses.field(metadata={"static": True}, default=1)  # sequences of each prompt
+    beams: bool = dataclasses.field(metadata={"static": True}, default=False)  # they are the best, not samples
 
     @property
     def count(self) -> int:
@@ -89,6 +98,11 @@ def make_requests(
     seed: int,
     temperature: float = 0.0,
     stop_token: int = -1,
+    samples: int = 1,
+    beams: bool = False,
+    adapters: np.ndarray | None = None,
+    salts: np.ndarray | None = None,
+    priorities: np.ndarray | None = None,
 ) -> Requests:
     """Puts a workload on the device.
 
@@ -100,6 +114,11 @@ def make_requests(
       seed: of the sampling keys; request i samples from `fold_in(key(seed), i)`.
       temperature: of every request; 0 is greedy.
       stop_token: a token that ends a request, -1 for none.
+      samples: sequences to generate for each prompt. Sequence k of prompt i is request `i * samples + k`.
+      beams: the sequences of a prompt are its best ones by a beam search of this width, instead of samples.
+      adapters: i32[requests], of the weights each prompt is for; 0 for none.
+      salts: i32[requests]; prompts of different salts share no cached prefix.
+      priorities: i32[requests]; lower is preempted, and leaves the cache, first.
 
     Raises:
       ValueError: if shapes disagree, a length is out of range, or arrivals are unsorted or beyond the clock.
@@ -133,15 +152,37 @@ def make_requests(
             f"arrival_ms: expected ascending times from 0 to {2**30 * TICK_US // 1000}, got {arrival_ms[0]} to "
             f"{arrival_ms[-1]}; sort the workload, or shorten it with its time scale"
         )
+    require_int("samples", samples)
+    if beams and stop_token >= 0:
+        raise ValueError(
+            f"stop_token: expected none (-1) with beams, which all get the length that was asked for, got {stop_token}"
+        )
     key = jax.random.key(seed)
+    total = count * samples
+    place = np.arange(total, dtype=np.int32)
+
+    def each(name: str, values: np.ndarray | None) -> jax.Array:
+        """One value a prompt, repeated for its sequences."""
+        values = np.zeros(count, np.int32) if values is None else values
+        if len(values) != count:
+            raise ValueError(f"{name}: expected {count} entries, one for each of prompt_lens, got {len(values)}")
+        return jnp.asarray(np.repeat(values, samples, axis=0), jnp.int32)
+
     return Requests(
-        prompts=jnp.asarray(prompts, jnp.int32),
-        prompt_lens=jnp.asarray(prompt_lens, jnp.int32),
-        output_lens=jnp.asarray(output_lens, jnp.int32),
-        arrivals=jnp.asarray(ticks, jnp.int32),
-        temperatures=jnp.full(count, temperature, jnp.float32),
-        keys=jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(count)),
+        prompts=each("prompts", prompts),
+        prompt_lens=each("prompt_lens", prompt_lens),
+        output_lens=each("output_lens", output_lens),
+        arrivals=each("arrival_ms", ticks),
+        temperatures=jnp.full(total, temperature, jnp.float32),
+        keys=jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(total)),
+        leaders=jnp.asarray(place // samples * samples),
+        group_sizes=jnp.full(total, samples, jnp.int32),
+        adapters=each("adapters", adapters),
+        salts=each("salts", salts),
+        priorities=each("priorities", priorities),
         stop_token=stop_token,
+        samples=samples,
+        beams=beams,
     )
 
 

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.contiguous_attention import contiguous_attention
 from paxkv.block_tables import cdiv
 from paxkv.buddy import best_fit, ceil_log2, largest_order
-from paxkv.memory import Ask, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
+from paxkv.memory import Ask, MapCalls, SharesNothing, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.outcomes import Outcome, select_outcome
 from paxkv.seqs import Seqs, advance, check_append, init_seqs, lowest_free_row, occupy, vacate
 from paxkv.sizes import require_int
@@ -38,7 +38,7 @@ class ReservedState:
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
-class Reserved:
+class Reserved(SharesNothing):
     """Reserved memory of `num_slots` slots. Implements `KVMemory[ReservedState]`; its unit is a leaf of the buddy tree.
 
     Nothing is ever demanded after admission: growing within the reservation is free, and growing past it is a
@@ -173,16 +173,6 @@ class Reserved:
         return contiguous_attention(
             q, k, v, state.starts, state.seqs.lengths, cu_q_lens, max_q_len=max_q_len, backend=backend
         )
-
-    def publish(
-        self,
-        state: ReservedState,
-        tokens: Int32[Array, " tokens"],
-        cu_lens: Int32[Array, " rows_and_one"],
-        max_new_tokens: int,
-    ) -> ReservedState:
-        del tokens, cu_lens, max_new_tokens  # nothing is shared
-        return state
 
     def usage(self, state: ReservedState, final_lengths: Int32[Array, " rows"]) -> Usage:
         return usage_of_rows(self.capacity, state.seqs, *self.request_slots(state), final_lengths)

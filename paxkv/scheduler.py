@@ -7,73 +7,41 @@ A step in the life of a request:
    OK gives it a row, NEVER ends it with a reason, LATER stops admission until something changes.
 3. Each step the running requests, oldest first, share the token budget. A request that is behind computes as many
    of its known tokens as the budget lets it (chunked prefill), one that has caught up computes one (decode).
-4. If memory cannot hold what they are about to store, the requests that arrived last are preempted until it can:
-   their memory is released, their output is kept, and they wait to be recomputed. Nobody is admitted in that step.
+4. If memory cannot hold what they are about to store, requests are preempted until it can, by default those that
+   arrived last: their memory is released, their output is kept, and they wait to be recomputed. Nobody is admitted
+   in that step.
 5. A request that has computed all its known tokens samples the next one.
 6. It ends with a reason, and its memory is released.
 
-Everything here is a pure function of state, and knows nothing of tokens or tensors: the engine and the simulator
-run the same code.
+Sequences that were asked for together (samples of one prompt, beams) share its blocks if memory can fork: the first
+computes the prompt but for its last token, the others fork from it there, and from then on all of them sample in the
+same steps. They are preempted together.
+
+Everything here is a pure function of state. Tokens are only handed on, to memories that share what is equal; tensors
+are unknown here: the engine and the simulator run the same code.
 """
 
 import dataclasses
-import typing
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from paxkv.memory import Ask, KVMemory
-from paxkv.outcomes import Outcome
-from paxkv.requests import Progress, Reason, Requests, Status, final_lengths, init_progress
-
-
-@typing.no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class SchedulerState:
-    """Memory, the requests' progress, and which request holds which row."""
-
-    memory: Any  # state of a KVMemory
-    progress: Progress
-    row_request: jax.Array  # i32[rows]; the sentinel requests.count for a free row
-    clock: jax.Array  # i32[]; ticks
-
-
-@typing.no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What the next step computes, and what scheduling it took."""
-
-    new_tokens: jax.Array  # i32[rows]; tokens each row computes
-    starts: jax.Array  # i32[rows]; tokens stored before the step: the position of a row's first new token
-    samples: jax.Array  # bool[rows]; rows that have then computed all they know, and sample
-    admitted: jax.Array  # i32[]
-    refused: jax.Array  # i32[]
-    preempted: jax.Array  # i32[]
-    recompute_tokens: jax.Array  # i32[]; stored tokens that preemption threw away
-
-
-def init_scheduler(memory: KVMemory[Any], requests: Requests) -> SchedulerState:
-    """Empty memory, nobody started, clock at zero."""
-    return SchedulerState(
-        memory=memory.init(),
-        progress=init_progress(requests.count),
-        row_request=jnp.full(memory.rows, requests.count, jnp.int32),
-        clock=jnp.int32(0),
-    )
-
-
-def known_tokens(requests: Requests, progress: Progress, row_request: Int32[Array, " rows"]) -> Int32[Array, " rows"]:
-    """Prompt and output so far of the request in each row, 0 for a free row."""
-    known = requests.prompt_lens + progress.generated
-    return known.at[row_request].get(mode="fill", fill_value=0)
+from paxkv.memory import KVMemory
+from paxkv.preemption import make_room
+from paxkv.publish_tokens import publish_granted
+from paxkv.requests import Reason, Requests, Status
+from paxkv.scheduler_state import Plan, Policy, SchedulerState, by_row, known_tokens
+from paxkv.waiting import admit_waiting
 
 
 def schedule(
-    memory: KVMemory[Any], requests: Requests, state: SchedulerState, token_budget: int
+    memory: KVMemory[Any],
+    requests: Requests,
+    state: SchedulerState,
+    token_budget: int,
+    policy: Policy = Policy(),
+    transcripts: Int32[Array, "requests width"] | None = None,
 ) -> tuple[SchedulerState, Plan]:
     """Decides the next step and makes room for it: preempts, admits, and appends to memory.
 
@@ -82,34 +50,58 @@ def schedule(
       requests: the workload.
       state: the state before the step.
       token_budget: most tokens that a step computes, at least `memory.rows`.
+      policy: what it may choose.
+      transcripts: prompt and output so far of each request; needed if memory shares what is equal.
     """
     oldest_first = jnp.argsort(state.row_request)  # a request's id is its place in the order of arrival
     backlog = known_tokens(requests, state.progress, state.row_request) - memory.seqs(state.memory).lengths
+    if requests.samples > 1 and memory.can_fork:
+        backlog -= _waits_for_others(requests, state, backlog).astype(jnp.int32)
     granted = _share_budget(backlog, oldest_first, token_budget)
 
-    victims = _victims(memory, state, granted, oldest_first)
-    state, recompute_tokens = _preempt(memory, state, victims)
+    state, victims, recompute_tokens = make_room(memory, policy, requests, state, granted)
     granted = jnp.where(victims, 0, granted)
     preempted = jnp.sum(victims, dtype=jnp.int32)
 
     # Those who run take what they need before anybody is admitted to the rest. The outcomes are also sticky faults.
     starts = memory.seqs(state.memory).lengths
     state = dataclasses.replace(state, memory=memory.append(state.memory, granted, token_budget)[0])
-    state, granted_new, admitted, refused = _admit(
-        memory, requests, state, token_budget - jnp.sum(granted), closed=preempted > 0
+    if memory.publishes == "on_schedule":
+        state = publish_granted(memory, transcripts, state, starts, granted, token_budget)
+    new = admit_waiting(
+        memory,
+        policy,
+        requests,
+        transcripts if memory.publishes else None,
+        state,
+        token_budget - jnp.sum(granted),
+        token_budget,
+        closed=preempted > 0,
     )
-    state = dataclasses.replace(state, memory=memory.append(state.memory, granted_new, token_budget)[0])
-    granted += granted_new
+    state, granted, starts = new.state, granted + new.granted, starts + new.starts
     known = known_tokens(requests, state.progress, state.row_request)
     return state, Plan(
         new_tokens=granted,
         starts=starts,
         samples=(granted > 0) & (starts + granted == known),
-        admitted=admitted,
-        refused=refused,
+        admitted=new.admitted,
+        refused=new.refused,
         preempted=preempted,
         recompute_tokens=recompute_tokens,
+        hit_tokens=new.hit_tokens,
     )
+
+
+def _waits_for_others(
+    requests: Requests, state: SchedulerState, backlog: Int32[Array, " rows"]
+) -> Bool[Array, " rows"]:
+    """Rows whose last known token has to wait: not all that were asked for together have come as far."""
+    nobody = requests.count
+    caught_up = jnp.zeros(nobody, jnp.bool).at[state.row_request].set(backlog == 1, mode="drop")
+    behind = (state.progress.status != Status.ENDED) & ~caught_up
+    behind_by_leader = jnp.zeros(nobody, jnp.int32).at[requests.leaders].add(behind.astype(jnp.int32))
+    together = by_row(requests.group_sizes, state.row_request, 1) > 1
+    return together & (by_row(behind_by_leader[requests.leaders], state.row_request, 0) > 0) & (backlog > 0)
 
 
 def _share_budget(
@@ -121,133 +113,6 @@ def _share_budget(
     return jnp.zeros_like(backlog).at[oldest_first].set(jnp.clip(token_budget - before, 0, wanted))
 
 
-def _victims(
-    memory: KVMemory[Any],
-    state: SchedulerState,
-    granted: Int32[Array, " rows"],
-    oldest_first: Int32[Array, " rows"],
-) -> Bool[Array, " rows"]:
-    """The fewest rows, youngest first, without which memory can hold what the others are about to store.
-
-    Preempting one request after another until the rest fits comes to the same as asking, for every number of
-    survivors at once, whether their demand is covered by what is available and what the others would give
-    back: both only get easier as survivors leave.
-    """
-    rows = memory.rows
-    lengths = memory.seqs(state.memory).lengths
-    demand = memory.demand(state.memory, lengths + granted)[oldest_first]
-    held = memory.held(state.memory)[oldest_first]
-    needed = jnp.cumsum(demand)
-    given_back = jnp.sum(held) - jnp.cumsum(held)
-    fits = needed <= memory.available(state.memory) + given_back
-    survives = jnp.zeros(rows, jnp.bool).at[oldest_first].set(fits)
-    return (state.row_request < state.progress.status.shape[0]) & ~survives
-
-
-def _preempt(
-    memory: KVMemory[Any], state: SchedulerState, victims: Bool[Array, " rows"]
-) -> tuple[SchedulerState, Int32[Array, ""]]:
-    """Takes the victims' memory and sends them back to the queue, where their early arrival puts them first."""
-    nobody = state.progress.status.shape[0]
-    at = jnp.where(victims, state.row_request, nobody)
-    lost = jnp.sum(jnp.where(victims, memory.seqs(state.memory).lengths, 0), dtype=jnp.int32)
-    progress = dataclasses.replace(
-        state.progress,
-        status=state.progress.status.at[at].set(Status.WAITING, mode="drop"),
-        preemptions=state.progress.preemptions.at[at].add(1, mode="drop"),
-    )
-    return dataclasses.replace(
-        state,
-        memory=memory.release(state.memory, victims),
-        progress=progress,
-        row_request=jnp.where(victims, nobody, state.row_request),
-    ), lost
-
-
-def _next_waiting(requests: Requests, state: SchedulerState) -> Int32[Array, ""]:
-    """The earliest request that has arrived and waits, `requests.count` if there is none."""
-    waiting = (state.progress.status == Status.WAITING) & (requests.arrivals <= state.clock)
-    first = jnp.argmax(waiting).astype(jnp.int32)
-    return jnp.where(waiting[first], first, requests.count)
-
-
-def _admit(
-    memory: KVMemory[Any],
-    requests: Requests,
-    state: SchedulerState,
-    token_budget: Int32[Array, ""],
-    closed: Bool[Array, ""],
-) -> tuple[SchedulerState, Int32[Array, " rows"], Int32[Array, ""], Int32[Array, ""]]:
-    """Admits waiting requests in order until one has to wait, the budget is spent, or nobody is left.
-
-    The queue is strictly first come, first served: a small request never overtakes a large one, so the large
-    one is sure to be served.
-
-    Returns:
-      The state, the tokens granted to each new row, and how many requests were admitted and refused.
-    """
-    nobody = requests.count
-    final = final_lengths(requests, memory.max_len)
-
-    def is_open(carry: tuple) -> Bool[Array, ""]:
-        _, granted, _, _, closed, candidate = carry
-        return ~closed & (candidate < nobody) & (jnp.sum(granted) < token_budget)
-
-    def try_one(carry: tuple) -> tuple:
-        state, granted, admitted, refused, _, candidate = carry
-        progress = state.progress
-        known = requests.prompt_lens[candidate] + progress.generated[candidate]
-        no_output = requests.output_lens[candidate] == 0
-        too_long = requests.prompt_lens[candidate] >= memory.max_len
-        impossible = memory.max_len + 1  # longer than any sequence may be, so memory answers NEVER
-        ask = Ask(
-            known_tokens=known,
-            prompt_tokens=requests.prompt_lens[candidate],
-            final_tokens=jnp.where(no_output | too_long, impossible, final[candidate]),
-        )
-        memory_state, row, outcome = memory.admit(state.memory, ask)
-        ok, ends = outcome == Outcome.OK, outcome == Outcome.NEVER
-        reason = jnp.where(too_long, Reason.REFUSED_TOO_LONG, Reason.REFUSED_NEVER_FITS)
-        reason = jnp.where(no_output, Reason.NO_OUTPUT, reason)
-        admitted_at = progress.admitted_at[candidate]
-        at_end = jnp.where(ends, candidate, nobody)
-        at_row = jnp.where(ok, row, memory.rows)
-        progress = dataclasses.replace(
-            progress,
-            status=progress.status.at[candidate].set(
-                jnp.where(ok, Status.RUNNING, jnp.where(ends, Status.ENDED, Status.WAITING))
-            ),
-            reason=progress.reason.at[at_end].set(reason, mode="drop"),
-            ended_at=progress.ended_at.at[at_end].set(state.clock, mode="drop"),
-            admitted_at=progress.admitted_at.at[candidate].set(
-                jnp.where(ok & (admitted_at < 0), state.clock, admitted_at)
-            ),
-        )
-        state = SchedulerState(
-            memory=memory_state,
-            progress=progress,
-            row_request=state.row_request.at[at_row].set(candidate, mode="drop"),
-            clock=state.clock,
-        )
-        left = token_budget - jnp.sum(granted)
-        granted = granted.at[at_row].set(jnp.minimum(known, left), mode="drop")
-        closed = ~ok & ~ends
-        return (
-            state,
-            granted,
-            admitted + ok.astype(jnp.int32),
-            refused + ends.astype(jnp.int32),
-            closed,
-            _next_waiting(requests, state),
-        )
-
-    zero = jnp.int32(0)
-    granted = jnp.zeros(memory.rows, jnp.int32)
-    start = (state, granted, zero, zero, closed, _next_waiting(requests, state))
-    state, granted, admitted, refused, _, _ = jax.lax.while_loop(is_open, try_one, start)
-    return state, granted, admitted, refused
-
-
 def commit(
     memory: KVMemory[Any],
     requests: Requests,
@@ -255,6 +120,8 @@ def commit(
     plan: Plan,
     tokens: Int32[Array, " rows"],
     now: Int32[Array, ""],
+    transcripts: Int32[Array, "requests width"] | None = None,
+    token_budget: int = 1,
 ) -> SchedulerState:
     """Books the sampled tokens at time `now`, ends requests that are done, and releases their memory.
 
@@ -265,7 +132,11 @@ def commit(
       plan: the plan that `schedule` returned.
       tokens: the sampled token of each row; ignored where `plan.samples` is false.
       now: the clock after the step.
+      transcripts: as for `schedule`.
+      token_budget: as for `schedule`; only memories that publish on compute need to know.
     """
+    if memory.publishes == "on_compute":
+        state = publish_granted(memory, transcripts, state, plan.starts, plan.new_tokens, token_budget)
     progress = state.progress
     nobody = requests.count
     at = jnp.where(plan.samples, state.row_request, nobody)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from paxkv.block_pool import BlockPool, give_back, look_at, retain
+from paxkv.block_pool import BlockPool, look_at, retain
 from paxkv.block_tables import BlockTable
 
 
@@ -23,11 +23,13 @@ from paxkv.block_tables import BlockTable
 class Copies:
     """Blocks whose data must be copied before anything is written. The sentinel marks empty places.
 
-    Each has one reference more than its tables give it, so that neither end is given away before the copy ran.
+    Each has one reference more than its tables give it, so that neither end is given away before the copy ran. Each
+    row has a place in every group, and cannot be written or forked while that is taken: no copy has another's
+    destination for its source.
     """
 
-    sources: jax.Array  # i32[rows * groups]
-    destinations: jax.Array  # i32[rows * groups]
+    sources: jax.Array  # i32[groups * rows]
+    destinations: jax.Array  # i32[groups * rows]
 
 
 class TailWrites(NamedTuple):
@@ -44,9 +46,15 @@ def no_copies(places: int, none: int) -> Copies:
     return Copies(sources=sentinel, destinations=jnp.copy(sentinel))
 
 
-def pending(copies: Copies, none: int) -> Bool[Array, ""]:
-    """Whether a copy has not been made yet."""
-    return jnp.any(copies.destinations != none)
+def pending(copies: Copies, rows: int, none: int) -> Bool[Array, " rows"]:
+    """Rows whose copy has not been made yet."""
+    return jnp.any(copies.destinations.reshape(-1, rows) != none, axis=0)
+
+
+def add(copies: Copies, new: Copies, none: int) -> Copies:
+    """Both lists together; no row is in both."""
+    is_new = new.destinations != none
+    return jax.tree.map(lambda old, added: jnp.where(is_new, added, old), copies, new)
 
 
 def tail_writes(
@@ -81,9 +89,7 @@ def replace_tail(
     return dataclasses.replace(table, ids=table.ids.at[row, columns].set(ids, mode="drop"))
 
 
-def hold(
-    pool: BlockPool, pairs: list[tuple[Int32[Array, " rows"], Int32[Array, " rows"]]]
-) -> tuple[BlockPool, Copies]:
+def hold(pool: BlockPool, pairs: list[tuple[Int32[Array, " rows"], Int32[Array, " rows"]]]) -> tuple[BlockPool, Copies]:
     """The copy list of these pairs. The reference that a row had to its source holds the source from now on."""
     copies = Copies(
         sources=jnp.concatenate([source for source, _ in pairs]),
@@ -109,13 +115,3 @@ def share_row(
         end=table.end.at[row].set(blocks, mode="drop"),
     )
     return shared, jnp.where(row < table.ids.shape[0], ids, none)
-
-
-def end_copies(
-    pool: BlockPool, copies: Copies, to_back: Bool[Array, " places"] | None
-) -> tuple[BlockPool, Copies, Bool[Array, ""]]:
-    """Lets go of both ends of every copy, now that the data was copied."""
-    none = pool.num_blocks
-    ids = jnp.concatenate([copies.sources, copies.destinations])
-    pool, ok = give_back(pool, ids, to_back)
-    return pool, no_copies(copies.sources.shape[0], none), ok

@@ -67,8 +67,8 @@ def swap_out(
     Returns:
       The state; the parking place of each masked row (`memory.rows` elsewhere); the `Outcome`: `OK`; `LATER` if there
       are too few free host blocks or places now; `NEVER` if the host pool is too small even when it is empty;
-      `OUT_OF_RANGE`, also recorded as a fault, if a masked row is free or waits for a copy of its own; and the copies to make.
-      Unless it is `OK`, nothing else changed and there are no copies.
+      `OUT_OF_RANGE`, also recorded as a fault, if a masked row is free or waits for a copy of its own; and the copies
+      to make. Unless it is `OK`, nothing else changed and there are no copies.
     """
     swap = _swap(memory, state)
     wrong = rows & ~state.seqs.active

@@ -10,12 +10,12 @@ import pytest
 
 from paxkv.contiguous import VAttention
 from paxkv.cost_model import StepCost
-from paxkv.engine import Engine, EngineState, Outputs, all_ended, init_engine, run_steps
+from paxkv.engine import Engine, EngineState, Outputs, all_ended, init_engine, output_tokens, run_steps
 from paxkv.kv_cache import KVCache
 from paxkv.paged import Paged
 from paxkv.requests import Reason, make_requests
 from paxkv.reserved import Reserved
-from paxkv.scheduler import init_scheduler
+from paxkv.scheduler_state import init_scheduler
 from tests.paxkv import fake_model
 from tests.paxkv.oracles.lockstep import ORACLES
 from tests.paxkv.scheduler_oracle import Request, SchedulerOracle
@@ -90,7 +90,7 @@ def serve(name, requests, num_steps=STEPS):
         state, record = compiled(name, num_steps)(requests, state)
         records.append(jax.tree.map(np.asarray, record))
         behind = np.arange(max(OUTPUTS)) >= np.asarray(state.scheduler.progress.generated)[:, None]
-        assert not any(np.asarray(array)[behind].any() for array in jax.tree.leaves(state.outputs))
+        assert not any(np.asarray(array)[behind].any() for array in (state.outputs.ticks, state.outputs.margins))
         assert len(records) * num_steps < 500, "livelock"
     assert int(engine_of(name).memory.seqs(state.scheduler.memory).faults.word) == 0
     return jax.tree.map(np.asarray, state), jax.tree.map(lambda *a: np.concatenate(a), *records)
@@ -129,12 +129,14 @@ def test_the_reference_decides_clearly():
 
 @pytest.mark.parametrize("name", MEMORIES)
 def test_greedy_tokens_are_those_of_a_model_without_a_cache(name):
-    state, records = serve(name, workload())
+    requests = workload()
+    state, records = serve(name, requests)
     outputs, progress = state.outputs, state.scheduler.progress
+    generated = output_tokens(requests, state)
     for i, (tokens, margins) in enumerate(expected(layers_of(name))):
         count = len(tokens)
         assert int(progress.generated[i]) == count, f"request {i}"
-        assert outputs.tokens[i, :count].tolist() == tokens, f"request {i}"
+        assert generated[i] == tokens, f"request {i}"
         np.testing.assert_allclose(outputs.margins[i, :count], margins, atol=2e-5)
         if count:
             assert (np.diff(outputs.ticks[i, :count]) > 0).all()
@@ -171,7 +173,11 @@ def test_every_record_is_that_of_the_oracle(name):
             "recompute_tokens": step.recompute_tokens,
             "ended": step.ended,
             "kv_tokens": step.kv_tokens,
-            "usage": dict(zip(("tokens", "reserved", "internal", "external", "allocated"), step.usage, strict=True)),
+            "hit_tokens": 0,
+            "usage": {
+                "saved": 0,
+                **dict(zip(("tokens", "reserved", "internal", "external", "allocated"), step.usage, strict=True)),
+            },
             "sync_map_calls": step.calls[0],
             "background_map_calls": step.calls[1],
             "unmap_calls": step.calls[2],
@@ -191,7 +197,7 @@ def test_memories_agree_bit_for_bit_where_none_is_short(names):
     assert first.scheduler.progress.generated.sum() > 15
     assert first.scheduler.progress.preemptions.sum() == 0
     for other in others:
-        assert_equal_bits((first.outputs.tokens, first.outputs.margins), (other.outputs.tokens, other.outputs.margins))
+        assert_equal_bits((first.transcripts, first.outputs.margins), (other.transcripts, other.outputs.margins))
 
 
 def modelled_ticks(tokens, kv_tokens, sync_map_calls):
@@ -246,8 +252,7 @@ def replay(requests, i, layers=1):
 
 
 def tokens_of(state):
-    generated = state.scheduler.progress.generated
-    return [row[:n].tolist() for row, n in zip(state.outputs.tokens, generated, strict=True)]
+    return output_tokens(workload(), state)
 
 
 def test_sampled_tokens_are_drawn_from_each_requests_own_keys():
@@ -259,7 +264,7 @@ def test_sampled_tokens_are_drawn_from_each_requests_own_keys():
 
 def test_the_same_seed_gives_the_same_tokens_and_another_seed_others():
     first, again, other = (serve("paged_3", workload(temperatures=SAMPLED, seed=s))[0] for s in (4, 4, 5))
-    assert_equal_bits(first.outputs, again.outputs)
+    assert_equal_bits((first.outputs, first.transcripts), (again.outputs, again.transcripts))
     assert tokens_of(first) != tokens_of(other)
 
 
@@ -286,9 +291,14 @@ def test_a_step_makes_no_copy_of_the_cache(memory):
     abstract = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
     cache = KVCache(k=(abstract(shape),), v=(abstract(shape),))
     small = (len(PROMPTS), max(OUTPUTS))
-    outputs = Outputs(*(jax.ShapeDtypeStruct(small, d) for d in (jnp.int32, jnp.int32, jnp.float32)))
+    outputs = Outputs(
+        ticks=jax.ShapeDtypeStruct(small, jnp.int32),
+        margins=jax.ShapeDtypeStruct(small, jnp.float32),
+        scores=jax.ShapeDtypeStruct(small[:1], jnp.float32),
+    )
     scheduler = jax.eval_shape(lambda: init_scheduler(memory, requests))
-    state = EngineState(scheduler=scheduler, cache=cache, outputs=outputs)
+    transcripts = jax.ShapeDtypeStruct((small[0], requests.prompts.shape[1] + small[1]), jnp.int32)
+    state = EngineState(scheduler=scheduler, cache=cache, transcripts=transcripts, outputs=outputs)
     lowered = run_steps.lower(engine, fake_model.as_params(tables(1)), requests, state, STEPS)
     sizes = lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).memory_analysis()
     kv_bytes = 2 * 4 * int(np.prod(shape))

@@ -13,7 +13,8 @@ from paxkv.contiguous import VAttention
 from paxkv.paged import Paged
 from paxkv.requests import TICK_US, Reason, Status, make_requests
 from paxkv.reserved import Reserved
-from paxkv.scheduler import commit, init_scheduler, next_arrival, schedule
+from paxkv.scheduler import commit, next_arrival, schedule
+from paxkv.scheduler_state import init_scheduler
 from tests.paxkv.oracles.lockstep import ORACLES
 from tests.paxkv.scheduler_oracle import Request, SchedulerOracle
 

@@ -1,0 +1,85 @@
+"""What the scheduler decides by, what it keeps, and what it hands to the engine."""
+
+import dataclasses
+import typing
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Int32
+
+from paxkv.memory import KVMemory
+from paxkv.requests import Progress, Requests, init_progress
+
+Victim = Literal["last_arrived", "least_work", "priority"]
+
+
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Policy:
+    """What the scheduler may choose.
+
+    Attributes:
+      victim: whom to preempt when memory runs out: who arrived last, who has the fewest tokens stored (and so the
+        least to recompute), or who has the lowest priority. Among equals who arrived last. Where that could preempt
+        everybody in turn, someone always gets on: the oldest, the one with most work, the most important one.
+      overtake: whether a request may be admitted before an earlier one for which there is no room. Memory is used
+        better, and large requests may wait for as long as small ones keep coming.
+    """
+
+    victim: Victim = "last_arrived"
+    overtake: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses policies there are not."""
+        if self.victim not in typing.get_args(Victim):
+            raise ValueError(f"victim: expected one of {', '.join(typing.get_args(Victim))}, got {self.victim!r}")
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class SchedulerState:
+    """Memory, the requests' progress, and which request holds which row."""
+
+    memory: Any  # state of a KVMemory
+    progress: Progress
+    row_request: jax.Array  # i32[rows]; the sentinel requests.count for a free row
+    clock: jax.Array  # i32[]; ticks
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What the next step computes, and what scheduling it took."""
+
+    new_tokens: jax.Array  # i32[rows]; tokens each row computes
+    starts: jax.Array  # i32[rows]; tokens stored before the step: the position of a row's first new token
+    samples: jax.Array  # bool[rows]; rows that have then computed all they know, and sample
+    admitted: jax.Array  # i32[]
+    refused: jax.Array  # i32[]
+    preempted: jax.Array  # i32[]
+    recompute_tokens: jax.Array  # i32[]; stored tokens that preemption threw away
+    hit_tokens: jax.Array  # i32[]; tokens that admitted requests found stored already
+
+
+def init_scheduler(memory: KVMemory[Any], requests: Requests) -> SchedulerState:
+    """Empty memory, nobody started, clock at zero."""
+    return SchedulerState(
+        memory=memory.init(),
+        progress=init_progress(requests.count),
+        row_request=jnp.full(memory.rows, requests.count, jnp.int32),
+        clock=jnp.int32(0),
+    )
+
+
+def known_tokens(requests: Requests, progress: Progress, row_request: Int32[Array, " rows"]) -> Int32[Array, " rows"]:
+    """Prompt and output so far of the request in each row, 0 for a free row."""
+    known = requests.prompt_lens + progress.generated
+    return known.at[row_request].get(mode="fill", fill_value=0)
+
+
+def by_row(values: Int32[Array, " requests"], row_request: Int32[Array, " rows"], free: int) -> Int32[Array, " rows"]:
+    """A value of the request in each row, `free` for a free row."""
+    return values.at[row_request].get(mode="fill", fill_value=free)

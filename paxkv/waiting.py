@@ -1,0 +1,211 @@
+"""The waiting queue: who is admitted, who is refused, and who has to go on waiting."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Int32
+
+from paxkv.memory import Ask, Content, KVMemory
+from paxkv.outcomes import Outcome
+from paxkv.publish_tokens import publish_granted
+from paxkv.requests import Reason, Requests, Status, final_lengths
+from paxkv.scheduler_state import Policy, SchedulerState
+
+
+class Admitted(NamedTuple):
+    """What came of a round of admissions."""
+
+    state: SchedulerState
+    granted: Int32[Array, " rows"]  # tokens that each new row computes in this step
+    starts: Int32[Array, " rows"]  # tokens that it found stored
+    admitted: Int32[Array, ""]
+    refused: Int32[Array, ""]
+    hit_tokens: Int32[Array, ""]
+
+
+class _Round(NamedTuple):
+    so_far: Admitted
+    closed: Bool[Array, ""]  # nobody else is admitted in this step
+    candidate: Int32[Array, ""]
+
+
+def admit_waiting(
+    memory: KVMemory[Any],
+    policy: Policy,
+    requests: Requests,
+    transcripts: Int32[Array, "requests width"] | None,
+    state: SchedulerState,
+    token_budget: Int32[Array, ""],
+    max_new_tokens: int,
+    closed: Bool[Array, ""],
+) -> Admitted:
+    """Admits waiting requests in order until one has to wait, the budget is spent, or nobody is left.
+
+    Unless `policy.overtake`, the queue is strictly first come, first served: a small request never overtakes a large
+    one, so the large one is sure to be served.
+
+    A request that is admitted to a memory that publishes on schedule stores and publishes its tokens at once, so that
+    the next one in the same step can share them.
+    """
+    final = final_lengths(requests, memory.max_len)
+    at_once = memory.publishes == "on_schedule"
+
+    def is_open(carry: _Round) -> Bool[Array, ""]:
+        spent = jnp.sum(carry.so_far.granted)
+        return ~carry.closed & (carry.candidate < requests.count) & (spent < token_budget)
+
+    def try_one(carry: _Round) -> _Round:
+        so_far, candidate = carry.so_far, carry.candidate
+        state = so_far.state
+        known = requests.prompt_lens[candidate] + state.progress.generated[candidate]
+        content = _content(requests, transcripts, state, candidate)
+        memory_state, row, outcome = _ask(memory, requests, state, candidate, known, final[candidate], content)
+        ok, ends = outcome == Outcome.OK, outcome == Outcome.NEVER
+        row = jnp.where(ok, row, memory.rows)
+        state = _book(memory, requests, state, memory_state, candidate, row, ends)
+
+        stored = memory.seqs(state.memory).lengths.at[row].get(mode="fill", fill_value=0)
+        together = memory.can_fork & (requests.group_sizes[candidate] > 1)
+        wanted = known - stored - together.astype(jnp.int32)  # the last token waits until all are there
+        tokens = jnp.minimum(wanted, token_budget - jnp.sum(so_far.granted))
+        granted = jnp.zeros(memory.rows, jnp.int32).at[row].set(tokens, mode="drop")
+        if at_once:
+            starts = memory.seqs(state.memory).lengths
+            memory_state, _ = memory.append(state.memory, granted, max_new_tokens)
+            state = dataclasses.replace(state, memory=memory_state)
+            state = publish_granted(memory, transcripts, state, starts, granted, max_new_tokens)
+        later = ~ok & ~ends
+        return _Round(
+            Admitted(
+                state=state,
+                granted=so_far.granted + granted,
+                starts=so_far.starts.at[row].set(stored, mode="drop"),
+                admitted=so_far.admitted + ok.astype(jnp.int32),
+                refused=so_far.refused + ends.astype(jnp.int32),
+                hit_tokens=so_far.hit_tokens + stored,
+            ),
+            closed=jnp.bool(False) if policy.overtake else later,
+            candidate=_next_waiting(requests, state, candidate if policy.overtake else None),
+        )
+
+    nothing = jnp.zeros(memory.rows, jnp.int32)
+    zero = jnp.int32(0)
+    so_far = Admitted(state, nothing, jnp.zeros_like(nothing), zero, jnp.zeros_like(zero), jnp.zeros_like(zero))
+    start = _Round(so_far, closed, _next_waiting(requests, state, None))
+    end = jax.lax.while_loop(is_open, try_one, start).so_far
+    if not at_once:
+        memory_state, _ = memory.append(end.state.memory, end.granted, max_new_tokens)
+        end = end._replace(state=dataclasses.replace(end.state, memory=memory_state))
+    return end
+
+
+def _next_waiting(requests: Requests, state: SchedulerState, after: Int32[Array, ""] | None) -> Int32[Array, ""]:
+    """The earliest request (after one) that has arrived and waits, `requests.count` if there is none."""
+    waiting = (state.progress.status == Status.WAITING) & (requests.arrivals <= state.clock)
+    if after is not None:
+        waiting &= jnp.arange(requests.count, dtype=jnp.int32) > after
+    first = jnp.argmax(waiting).astype(jnp.int32)
+    return jnp.where(waiting[first], first, requests.count)
+
+
+def _content(
+    requests: Requests,
+    transcripts: Int32[Array, "requests width"] | None,
+    state: SchedulerState,
+    candidate: Int32[Array, ""],
+) -> Content | None:
+    """What the candidate's keys and values depend on."""
+    if transcripts is None:
+        return None
+    return Content(
+        tokens=transcripts[candidate],
+        adapter=requests.adapters[candidate],
+        salt=requests.salts[candidate],
+        priority=requests.priorities[candidate],
+        resumed=state.progress.preemptions[candidate] > 0,
+        lookup=jnp.bool(True),
+    )
+
+
+def _ask(
+    memory: KVMemory[Any],
+    requests: Requests,
+    state: SchedulerState,
+    candidate: Int32[Array, ""],
+    known: Int32[Array, ""],
+    final: Int32[Array, ""],
+    content: Content | None,
+) -> tuple[Any, Int32[Array, ""], Int32[Array, ""]]:
+    """Asks memory to admit the candidate, or to fork it from the one that computed its prompt."""
+    prompt = requests.prompt_lens[candidate]
+    no_output = requests.output_lens[candidate] == 0
+    too_long = prompt >= memory.max_len
+    impossible = memory.max_len + 1  # longer than any sequence may be, so memory answers NEVER
+    ask = Ask(
+        known_tokens=known,
+        prompt_tokens=prompt,
+        final_tokens=jnp.where(no_output | too_long, impossible, final),
+        content=content,
+        sequences=requests.group_sizes[candidate] if memory.can_fork else 1,
+    )
+    if not (memory.can_fork and requests.samples > 1):
+        return memory.admit(state.memory, ask)
+
+    progress, leader = state.progress, requests.leaders[candidate]
+    parent = jnp.argmax(state.row_request == leader).astype(jnp.int32)
+    stored = memory.seqs(state.memory).lengths[parent]
+    follows = (
+        (leader != candidate)
+        & (progress.generated[candidate] == 0)
+        & (progress.generated[leader] == 0)
+        & (progress.status[leader] == Status.RUNNING)
+    )
+    ready = follows & (stored == prompt - 1)
+    start = (state.memory, jnp.int32(memory.rows), jnp.int32(Outcome.LATER))
+
+    # One of the two loops runs once, or neither does: then the candidate waits for its prompt.
+    forked = jax.lax.fori_loop(
+        0,
+        ready.astype(jnp.int32),
+        lambda _, carry: memory.fork(carry[0], parent, prompt - 1, prompt, content),
+        start,
+    )
+    return jax.lax.fori_loop(0, (~follows).astype(jnp.int32), lambda _, carry: memory.admit(carry[0], ask), forked)
+
+
+def _book(
+    memory: KVMemory[Any],
+    requests: Requests,
+    state: SchedulerState,
+    memory_state: Any,
+    candidate: Int32[Array, ""],
+    row: Int32[Array, ""],
+    ends: Bool[Array, ""],
+) -> SchedulerState:
+    """Books the answer: the candidate runs in `row`, or has been refused, or waits on."""
+    progress, nobody = state.progress, requests.count
+    runs = row < memory.rows
+    too_long = requests.prompt_lens[candidate] >= memory.max_len
+    reason = jnp.where(too_long, Reason.REFUSED_TOO_LONG, Reason.REFUSED_NEVER_FITS)
+    reason = jnp.where(requests.output_lens[candidate] == 0, Reason.NO_OUTPUT, reason)
+    admitted_at = progress.admitted_at[candidate]
+    at_end = jnp.where(ends, candidate, nobody)
+    progress = dataclasses.replace(
+        progress,
+        status=progress.status.at[candidate].set(
+            jnp.where(runs, Status.RUNNING, jnp.where(ends, Status.ENDED, Status.WAITING))
+        ),
+        reason=progress.reason.at[at_end].set(reason, mode="drop"),
+        ended_at=progress.ended_at.at[at_end].set(state.clock, mode="drop"),
+        admitted_at=progress.admitted_at.at[candidate].set(
+            jnp.where(runs & (admitted_at < 0), state.clock, admitted_at)
+        ),
+    )
+    return SchedulerState(
+        memory=memory_state,
+        progress=progress,
+        row_request=state.row_request.at[row].set(candidate, mode="drop"),
+        clock=state.clock,
+    )
