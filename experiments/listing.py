@@ -12,7 +12,7 @@ import rich.table
 from experiments import config as configs
 from experiments import files, registry, results
 from experiments.errors import UserError
-from experiments.run_directory import MANIFEST, SUMMARY, experiment_of, is_running
+from experiments.run_directory import ERROR, MANIFEST, SUMMARY, experiment_of, is_running
 
 
 def show(
@@ -73,7 +73,9 @@ def _started(path: pathlib.Path) -> str:
 
 def _status(path: pathlib.Path) -> str:
     if not (path / SUMMARY).exists():
-        return "running" if is_running(path) else results.UNFINISHED
+        if is_running(path):
+            return "running"
+        return f"{results.UNFINISHED}, {ERROR} says why" if (path / ERROR).exists() else results.UNFINISHED
     try:
         return files.read_json(path / SUMMARY)["status"]
     except (UserError, KeyError, TypeError):

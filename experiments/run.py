@@ -15,7 +15,7 @@ from experiments import config as configs
 from experiments import files, jax_setup, manifest, page, registry, results
 from experiments.errors import UserError
 from experiments.progress import Progress
-from experiments.run_directory import CONFIG, MANIFEST, REPORT, SUMMARY, RunDirectory
+from experiments.run_directory import CONFIG, ERROR, MANIFEST, REPORT, SUMMARY, RunDirectory
 
 
 class Loaded(NamedTuple):
@@ -117,7 +117,7 @@ def _begin(run_dir: RunDirectory, digest: str, config: Any, comment: str, argv: 
 
 def _compute(experiment: registry.Experiment, config: Any, run_dir: RunDirectory) -> Any:
     """Calls the experiment. What it raises about its inputs is shown as a sentence; the traceback is kept in a file."""
-    trace = run_dir.path / "error.txt"
+    trace = run_dir.path / ERROR
     trace.unlink(missing_ok=True)
     try:
         return experiment.run(config, run_dir, Progress())

@@ -7,6 +7,7 @@
     parts/<name>/    the finished parts of a run that can be resumed
     *.parquet        its tables, for most experiments `steps` and `requests`
     report.html      everything for a reader
+    error.txt        the traceback, while what stopped the run is not put right
     summary.json     the results; written last, so a run is finished exactly if it is there
 
 Every file and every part appears whole or not at all, whenever the process is killed.
@@ -27,6 +28,7 @@ from experiments import files, manifest
 from experiments.errors import UserError
 
 SUMMARY, REPORT, CONFIG, MANIFEST = "summary.json", "report.html", "config.yaml", "manifest.json"
+ERROR = "error.txt"
 _LOCK, _PARTS = ".lock", "parts"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -64,7 +64,7 @@ def test_a_list_shows_configs_with_their_question_and_runs_with_their_status(tmp
     pathlib.Path("configs/fake/one.yaml").write_text("# Does [this] work?\n# More.\nexperiment: fake\n")
     pathlib.Path("configs/train.yaml").write_text("# Of another tool\nsteps: 3\n")
     pathlib.Path("configs/broken.yaml").write_text("a: [\n")
-    for run_id, summary in (("a-0", '{"status": "finished"}'), ("b-1", None), ("c-0", "{")):
+    for run_id, summary in (("a-0", '{"status": "finished"}'), ("b-1", None), ("c-0", "{"), ("d-0", None)):
         path = pathlib.Path(f"runs/fake-{run_id}")
         path.mkdir(parents=True)
         if summary:
@@ -72,6 +72,7 @@ def test_a_list_shows_configs_with_their_question_and_runs_with_their_status(tmp
     pathlib.Path("runs/fake-a-0/manifest.json").write_text('{"started": "2026-01-02", "earlier_sessions": []}')
     resumed = '{"started": "2026-01-04", "earlier_sessions": [{"started": "2026-01-03"}]}'
     pathlib.Path("runs/fake-b-1/manifest.json").write_text(resumed)
+    pathlib.Path("runs/fake-d-0/error.txt").write_text("Traceback")
     pathlib.Path("runs/other").mkdir()
     assert cli.main(["list"], {"fake": "fake_experiment"}) == 0
     out, err = capsys.readouterr()
@@ -85,6 +86,7 @@ def test_a_list_shows_configs_with_their_question_and_runs_with_their_status(tmp
         "fake-a-0 2026-01-02 finished",
         "fake-b-1 2026-01-03 unfinished",
         "fake-c-0 summary.json is damaged",
+        "fake-d-0 unfinished, error.txt says why",
     } <= set(lines)
     assert "configs/broken.yaml is not valid YAML" in err
 
