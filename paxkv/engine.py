@@ -282,7 +282,7 @@ def _search(
     members = row_of.at[leader[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]].get(mode="fill", fill_value=0)
     beams = choose_beams(
         logits,
-        by_row(outputs.scores, request, 0),
+        outputs.scores.at[request].get(mode="fill", fill_value=0),
         jnp.clip(members, 0, memory.rows - 1),
         jnp.clip(request - leader, 0, width - 1),
         by_row(scheduled.progress.generated, request, 0) == 0,

@@ -38,13 +38,13 @@ def fork(
       memory: paged memory with `forks`.
       state: its state.
       parent: row of the other sequence.
-      length: at most what the parent has stored, and published if there is a prefix cache.
+      length: at most what the parent has stored.
       promised: tokens that the new sequence has room for, as in an admission.
       content: of the new sequence, needed with a prefix cache.
 
     Returns:
       The state, the row (`rows` if none), and the `Outcome`: `OK`; `LATER` if no row or no block is free, or
-      the parent waits for a copy of its own; `OUT_OF_RANGE`, also
+      the parent waits for a copy of its own or has not published so many tokens yet; `OUT_OF_RANGE`, also
       recorded as a fault, if the parent does not hold so many tokens. Unless it is `OK`, nothing else changed.
     """
     none = memory.num_blocks
@@ -52,8 +52,6 @@ def fork(
     parent = jnp.where(parent < 0, memory.rows, parent)  # a negative index would count from the end
     row, has_row = lowest_free_row(state.seqs)
     held = state.seqs.lengths.at[parent].get(mode="fill", fill_value=-1)
-    if state.chains is not None:
-        held = jnp.minimum(held, state.chains.hashed.at[parent].get(mode="fill", fill_value=-1))
     alive = state.seqs.active.at[parent].get(mode="fill", fill_value=False)
     wrong = ~alive | (length < 0) | (length > held)
     # A shorter fork of a windowed sequence may need blocks that have left the window.
@@ -64,6 +62,8 @@ def fork(
     if state.copies is not None:
         waits = sharing.pending(state.copies, memory.rows, none)
         later |= waits.at[parent].get(mode="fill", fill_value=False)
+    if state.chains is not None:
+        later |= length > state.chains.hashed.at[parent].get(mode="fill", fill_value=0)
     outcome = select_outcome((wrong, Outcome.OUT_OF_RANGE), (later, Outcome.LATER))
     ok = outcome == Outcome.OK
     at = jnp.where(ok, row, memory.rows)

@@ -407,7 +407,7 @@ class Paged:
         )
 
     def usage(self, state: PagedState, final_lengths: Int32[Array, " rows"]) -> Usage:
-        if self.cache is None and not self.forks:
+        if self.cache is None and not self.forks and not self.groups:
             given = self.held(state) * self.block_size
             return usage_of_rows(self.capacity, state.seqs, given, given, final_lengths)
         return self._usage_of_blocks(state, final_lengths)
@@ -420,8 +420,9 @@ class Paged:
             begin = group.block_size * jnp.arange(table.ids.shape[1], dtype=jnp.int32)[None, :]
             stored = jnp.clip(state.seqs.lengths[:, None] - begin, 0, group.block_size)
             to_come = jnp.clip(final[:, None] - begin, 0, group.block_size)
-            tokens = tokens.at[table.ids].max(stored, mode="drop")
-            fillable = fillable.at[table.ids].max(to_come, mode="drop")
+            # A full block of any group is worth the slots of a block: its bytes are the same.
+            tokens = tokens.at[table.ids].max(stored * self.block_size // group.block_size, mode="drop")
+            fillable = fillable.at[table.ids].max(to_come * self.block_size // group.block_size, mode="drop")
         held = self.block_size * (self.num_blocks - state.pool.num_free)
         return Usage(
             tokens=jnp.sum(tokens),
