@@ -80,7 +80,7 @@ class OracleManager:
             "references": [block.references for block in manager.blocks],
             "free": list(manager.free),
             "contents": [block.content for block in manager.blocks],
-            "copies": list(manager.copies),
+            "copies": manager.pending_copies(),
             "statistics": dict(vars(manager.statistics)),
             "faults": set(manager.faults),
         }

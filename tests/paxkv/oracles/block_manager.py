@@ -60,6 +60,7 @@ class Knobs:
     free_order: str = "recent_first"  # or "fifo"
     lookahead: int = 0  # slots kept beyond the tokens stored
     max_chunk: int | None = None
+    forks: bool = False
     cache: bool = True
     duplicates: str = "keep"  # or "merge"
     eviction: str = "lru"  # or "lfu", "fifo", "priority"
@@ -159,7 +160,7 @@ class BlockManager:
         self.blocks = [Block() for _ in range(knobs.num_blocks)]
         self.free: deque[int] = deque(range(knobs.num_blocks))
         self.rows: list[Row | None] = [None] * knobs.rows
-        self.copies: list[tuple[int, int]] = []  # source, destination
+        self.copies: dict[tuple[int, int], tuple[int, int]] = {}  # of group and row: source, destination
         self.epoch = 0
         self.publications = 0
         self.once_cached: set[Path] = set()
@@ -184,6 +185,10 @@ class BlockManager:
     def table(self, row: int, group: int) -> list[int | None]:
         state = self.rows[row]
         return state.tables[group] if state else []
+
+    def waits(self, row: int) -> bool:
+        """Whether the data of a block in this row has not been copied yet."""
+        return any(row == waiting for _, waiting in self.copies)
 
     def fault(self, outcome: int, row: int) -> int:
         self.faults.add(outcome)
@@ -347,12 +352,19 @@ class BlockManager:
         watermark = self.knobs.watermark_blocks if any(self.rows) else 0
         return None in self.rows and need + self.owed() + watermark <= len(self.free)
 
-    def never_fits(self, most: int) -> bool:
-        nothing = [0] * len(self.knobs.layers)
-        return most > self.knobs.max_len or self.most_held(most, nothing) > self.knobs.num_blocks
+    def never_fits(self, known: int, final: int, sequences: int = 1) -> bool:
+        """Whether so many sequences of one prompt can never run together. All but the last prompt token is shared."""
+        most = max(known, final)
+        held = self.most_held(most, [0] * len(self.knobs.layers))
+        if self.knobs.forks and sequences > 1:
+            shared = sum((known - 1) // layers.block_size for layers in self.knobs.layers)
+            held += (sequences - 1) * max(1, held - shared)
+        return most > self.knobs.max_len or held > self.knobs.num_blocks or sequences > self.knobs.rows
 
-    def admit(self, known: int, final: int, prompt: Prompt, hit: Hit | None = None) -> tuple[int, int]:
-        if self.never_fits(max(known, final)):
+    def admit(
+        self, known: int, final: int, prompt: Prompt, hit: Hit | None = None, sequences: int = 1
+    ) -> tuple[int, int]:
+        if self.never_fits(known, final, sequences):
             return self.knobs.rows, NEVER
         hit = hit or self.hit(prompt, self.hit_lengths(prompt, known)[0])
         if not self.has_room(known, hit):
@@ -451,7 +463,7 @@ class BlockManager:
     def append(self, counts: list[int], max_new_tokens: int) -> int:
         for row, count in enumerate(counts):
             room = self.knobs.max_len - self.length(row) if self.is_live(row) else 0
-            if not 0 <= count <= min(max_new_tokens, room) or (count > 0 and self.copies):
+            if not 0 <= count <= min(max_new_tokens, room) or (count > 0 and self.waits(row)):
                 return self.fault(OUT_OF_RANGE, row)
         growing = [row for row, count in enumerate(counts) if count > 0]
         new_lengths = [self.length(row) + count for row, count in enumerate(counts)]
@@ -461,16 +473,13 @@ class BlockManager:
         places = [(row, group) for row in growing for group, _ in self.groups]
         copying = [(row, group) for row, group in places if self.must_copy(row, group, growing)]
         kept = [self.half_full(row, group) for row, group in places if (row, group) not in copying]
-        copies = {}
         for row, group in places:
             if (row, group) in copying:
-                copies[group, row] = self.copy(row, group)
+                self.copies[group, row] = self.copy(row, group)
             for _ in range(self.growth(row, group, new_lengths[row])):
                 block = self.take()
                 self.blocks[block].tables += 1
                 self.rows[row].tables[group].append(block)
-        if copies:
-            self.copies = [copies[place] for place in sorted(copies)]
         for block in kept:
             if block is not None:
                 self.forget(block)  # what is written now is something else
@@ -488,27 +497,35 @@ class BlockManager:
             self.blocks[block].copies += 1
         return source, destination
 
+    def pending_copies(self) -> list[tuple[int, int]]:
+        return [self.copies[place] for place in sorted(self.copies)]
+
     def copied(self) -> None:
-        ends = [destination for _, destination in self.copies] + [source for source, _ in self.copies]
-        self.copies = []
+        pairs = self.pending_copies()
+        ends = [source for source, _ in pairs] + [destination for _, destination in pairs]
+        self.copies = {}
         for block in ends:
             self.blocks[block].copies -= 1
         self.set_free(ends)
 
     def free_out_of_view(self) -> None:
-        """Gives back, group by group, the blocks that no later token sees."""
+        """Gives back the blocks that no later token sees: the oldest of each row, then the next oldest, and so on."""
         for group, layers in self.groups:
-            gone = []
-            for row in self.rows:
-                if row is None:
-                    continue
-                for index in range(min(layers.out_of_view(row.length) // layers.block_size, len(row.tables[group]))):
-                    block = row.tables[group][index]
-                    if block is not None:
-                        row.tables[group][index] = None
-                        self.blocks[block].tables -= 1
-                        gone.append(block)
-            self.set_free(gone)
+            while True:
+                gone = []
+                for row in self.rows:
+                    if row is None:
+                        continue
+                    table = row.tables[group]
+                    oldest = table.count(None)
+                    if oldest < min(layers.out_of_view(row.length) // layers.block_size, len(table)):
+                        gone.append(table[oldest])
+                        table[oldest] = None
+                if not gone:
+                    break
+                for block in gone:
+                    self.blocks[block].tables -= 1
+                self.set_free(gone)
 
     # ---- publishing ------------------------------------------------------------------------------------------------
 
@@ -582,7 +599,7 @@ class BlockManager:
                 wrong = wrong or gone > layers.out_of_view(length) // layers.block_size
         if wrong:
             return self.knobs.rows, self.fault(OUT_OF_RANGE, min(max(parent, 0), self.knobs.rows - 1))
-        if None not in self.rows:
+        if None not in self.rows or not self.free or self.waits(parent):
             return self.knobs.rows, LATER
 
         source = self.rows[parent]
@@ -609,6 +626,38 @@ class BlockManager:
                 if block is not None:
                     self.blocks[block].tables += 1
         return row, OK
+
+    def reorder(self, sources: list[int]) -> None:
+        """Each row goes on as a fork of row `sources[row]`, if that is another one."""
+        moved = [row for row, source in enumerate(sources) if source != row]
+        wrong = [
+            row
+            for row in moved
+            if not (self.is_live(row) and self.is_live(sources[row]) and self.length(row) == self.length(sources[row]))
+            or sources[row] in moved
+            or self.waits(row)
+            or self.waits(sources[row])
+        ]
+        if wrong:
+            self.fault(OUT_OF_RANGE, wrong[0])
+            return
+        for row in moved:
+            old = [block for table in self.rows[row].tables for block in table if block is not None]
+            source = self.rows[sources[row]]
+            self.rows[row] = replace(
+                source,
+                tables=[source.tables[group][: layers.blocks_for(source.length)] for group, layers in self.groups],
+                tokens=list(source.tokens),
+                last=list(source.last),
+                publishes=list(source.publishes),
+            )
+            for table in self.rows[row].tables:
+                for block in table:
+                    if block is not None:
+                        self.blocks[block].tables += 1
+            for block in old:
+                self.blocks[block].tables -= 1
+            self.set_free(old)
 
     def evict(self, ids: list[int]) -> None:
         """Forgets what these blocks hold, wherever they are."""
@@ -655,7 +704,7 @@ class BlockManager:
         """The rules that are broken, in words."""
         broken = []
         entries = Counter(b for row in self.rows if row for table in row.tables for b in table if b is not None)
-        ends = Counter(block for pair in self.copies for block in pair)
+        ends = Counter(block for pair in self.copies.values() for block in pair)
         if len(set(self.free)) != len(self.free):
             broken.append("a block is in the queue twice")
         for b, block in enumerate(self.blocks):

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxkv import checks, lifecycle, sharing
+from paxkv import checks, lifecycle
 from paxkv.memory import Ask, Content
 from paxkv.paged import Paged
 from paxkv.prefix_cache import PrefixCache
@@ -32,7 +32,7 @@ def paged(memory: dict[str, Any]) -> Paged:
 
 def knobs(memory: Paged) -> Knobs:
     """The same for the plain-Python manager."""
-    names = ("rows", "max_len", "num_blocks", "watermark_blocks", "free_order", "lookahead", "max_chunk")
+    names = ("rows", "max_len", "num_blocks", "watermark_blocks", "free_order", "lookahead", "max_chunk", "forks")
     cache = {name: getattr(memory.cache, name) for name in ("duplicates", "eviction", "collide") if memory.cache}
     layers = tuple(Layers(group.block_size, group.window, group.chunk) for group in memory.layer_groups)
     return Knobs(layers=layers, cache=memory.cache is not None, **{n: getattr(memory, n) for n in names}, **cache)
@@ -59,25 +59,17 @@ def content(prompt: Prompt, width: int) -> Content:
     )
 
 
-def ask(memory: Paged, prompt: Prompt, known: int, final: int) -> Ask:
+def ask(memory: Paged, prompt: Prompt, known: int, final: int, sequences: int) -> Ask:
     # A prompt may be longer than its row: that is what NEVER is for.
     cut = Prompt(**{**vars(prompt), "tokens": prompt.tokens[: memory.max_len]})
     kept = content(cut, memory.max_len) if memory.cache else None
-    return Ask(
-        known_tokens=jnp.int32(known), prompt_tokens=jnp.int32(known), final_tokens=jnp.int32(final), content=kept
-    )
+    return Ask(jnp.int32(known), jnp.int32(known), jnp.int32(final), content=kept, sequences=jnp.int32(sequences))
 
 
 def ragged(memory: Paged, tokens: list[list[int]], most: int) -> tuple[jax.Array, jax.Array]:
     """Tokens row after row, and where each row's begin."""
     flat = [token for row in tokens for token in row]
     return padded(flat, memory.rows * most, 0), ints(np.cumsum([0] + [len(row) for row in tokens]))
-
-
-def end_copies(memory: Paged, state: Any) -> Any:
-    ids = jnp.concatenate([state.copies.destinations, state.copies.sources])
-    pool, copies, _ = sharing.end_copies(state.pool, state.copies, memory.joins_at_back(state, ids))
-    return jax.tree_util.tree_map(lambda x: x, type(state)(**{**vars(state), "pool": pool, "copies": copies}))
 
 
 @functools.cache
@@ -126,10 +118,13 @@ class Operations:
         return self.memory.release(state, rows)
 
     def fork(self, state, row, length, promised, kept):
-        return lifecycle.fork(self.memory, state, row, length, promised, kept)
+        return self.memory.fork(state, row, length, promised, kept)
+
+    def reorder(self, state, sources):
+        return self.memory.reorder(state, sources)
 
     def copied(self, state):
-        return end_copies(self.memory, state)
+        return lifecycle.end_copies(self.memory, state)
 
     def evict(self, state, ids):
         return lifecycle.evict(self.memory, state, ids)
@@ -173,9 +168,9 @@ class JittedManager:
         self.operations = compiled or operations(memory)
         self.state = memory.init()
 
-    def admit(self, prompt: Prompt, final: int, known: int | None = None) -> tuple[int, int]:
-        known = len(prompt.tokens) if known is None else known
-        self.state, row, outcome = self.operations("admit", self.state, ask(self.memory, prompt, known, final))
+    def admit(self, prompt: Prompt, final: int, sequences: int = 1) -> tuple[int, int]:
+        asked = ask(self.memory, prompt, len(prompt.tokens), final, sequences)
+        self.state, row, outcome = self.operations("admit", self.state, asked)
         return int(row), int(outcome)
 
     def append(self, counts: list[int], most: int | None = None) -> int:
@@ -199,6 +194,9 @@ class JittedManager:
         asked = jnp.int32(row), jnp.int32(length), jnp.int32(promised)
         self.state, child, outcome = self.operations("fork", self.state, *asked, kept)
         return int(child), int(outcome)
+
+    def reorder(self, sources: list[int]) -> None:
+        self.state = self.operations("reorder", self.state, ints(sources))
 
     def copied(self) -> None:
         self.state = self.operations("copied", self.state)
