@@ -99,7 +99,7 @@ def swap_out(
         return pool, now.host_twins, now.device_twins, tables, moves, todo.at[row].set(False)
 
     start = (swap.pool, swap.host_twins, swap.device_twins, swap.tables, no_moves_out(memory), leaves)
-    pool, host_twins, device_twins, tables, moves, _ = jax.lax.while_loop(
+    pool, host_twins, device_twins, tables, moves, left = jax.lax.while_loop(
         lambda carry: jnp.any(carry[-1]), park_one, start
     )
 
@@ -118,7 +118,8 @@ def swap_out(
     )
     faults = record(state.seqs.faults, Outcome.OUT_OF_RANGE, wrong)
     state = dataclasses.replace(state, seqs=dataclasses.replace(state.seqs, faults=faults), swap=swap)
-    return memory.release(state, leaves), places, outcome, moves
+    # `left` is empty. It only tells the compiler that the rows are cleared after they were read.
+    return memory.release(state, leaves & ~left), places, outcome, moves
 
 
 def _stored_blocks(memory: "Paged", state: PagedState, row: Int32[Array, ""]) -> Int32[Array, " entries"]:
@@ -265,13 +266,18 @@ def discard(memory: "Paged", state: PagedState, place: Int32[Array, ""]) -> tupl
 
 def _look_at(swap: SwapState, place: Int32[Array, ""]) -> tuple[Bool[Array, ""], Int32[Array, " entries"]]:
     """Whether a sequence is parked there, and its host blocks, group after group."""
-    host_blocks = swap.device_twins.shape[0]
-    entries = [
-        table.ids.at[place].get(mode="fill", fill_value=host_blocks, wrap_negative_indices=False)
-        for table in swap.tables
-    ]
-    parked = swap.parked.at[place].get(mode="fill", fill_value=False, wrap_negative_indices=False)
-    return parked, jnp.concatenate(entries)
+    places, host_blocks = swap.parked.shape[0], swap.device_twins.shape[0]
+    known = (place >= 0) & (place < places)
+    parked = known & swap.parked[place]
+    hosts = jnp.full(sum(table.ids.shape[1] for table in swap.tables), host_blocks, jnp.int32)
+
+    def read(_: tuple) -> tuple:
+        return jnp.concatenate([table.ids[place] for table in swap.tables]), jnp.bool(False)
+
+    # Read in a loop, which must be over before the place is cleared: otherwise all tables would be copied to be read
+    # still. `left` is false; it only tells the compiler so.
+    hosts, left = jax.lax.while_loop(lambda carry: carry[1], read, (hosts, parked))
+    return parked & ~left, hosts
 
 
 def _leave(swap: SwapState, place: Int32[Array, ""], hosts: Int32[Array, " entries"], ok: Bool[Array, ""]) -> SwapState:
