@@ -7,7 +7,8 @@ from paxkv.contiguous import VAttention
 from paxkv.memory import KVMemory
 from paxkv.model_shapes import KVShape
 from paxkv.page_groups import PageGroups
-from paxkv.paged import Paged
+from paxkv.paged import FreeOrder, Paged
+from paxkv.prefix_cache import Duplicates, Eviction, PrefixCache, Publish
 from paxkv.reserved import Reserved
 from paxkv.sizes import parse_fraction, parse_size, require_int
 
@@ -22,6 +23,16 @@ class MemoryConfig:
       kind: which memory.
       block_size: paged: tokens in a block.
       num_blocks: paged: this many blocks instead of what the budget pays for; None for the budget.
+      free_order: paged: `recent_first` takes the block that was freed last, and cached ones after all others; `fifo` the
+        one that has been free for longest.
+      lookahead: paged: slots that a growing sequence gets beyond the tokens of a step.
+      forks: paged: let sequences of one prompt share its blocks; samples and beams need it.
+      swap_space: paged: size of the pool on the host to which the scheduler may swap, such as "4 GiB".
+      prefix_caching: paged: find the keys and values of prompts that begin alike.
+      publish: paged with prefix caching: let blocks be hit as soon as they are scheduled, or once they are computed.
+      duplicates: paged with prefix caching: keep equal blocks, or merge them.
+      eviction: paged with prefix caching: which cached block goes first: `lru`, `lfu`, `fifo` or `priority`.
+      explain_misses: paged with prefix caching: also count why tokens were not hit.
       watermark: paged, vattention: share of the memory kept back from admissions while anything runs, as decimal text.
       page: vattention: size of a physical page, such as "64 KiB" or "2 MiB".
       lookahead_steps: vattention: how many steps ahead the background maps.
@@ -33,6 +44,15 @@ class MemoryConfig:
     kind: MemoryKind = "paged"
     block_size: int = 16
     num_blocks: int | None = None
+    free_order: FreeOrder = "recent_first"
+    lookahead: int = 0
+    forks: bool = False
+    swap_space: str = "0 GiB"
+    prefix_caching: bool = False
+    publish: Publish = "on_schedule"
+    duplicates: Duplicates = "keep"
+    eviction: Eviction = "lru"
+    explain_misses: bool = False
     watermark: str = "0"
     page: str = "2 MiB"
     lookahead_steps: int = 10
@@ -41,8 +61,19 @@ class MemoryConfig:
     min_block: int = 1
 
 
+_CACHE_KNOBS = ("publish", "duplicates", "eviction", "explain_misses")
 _KNOBS: dict[str, tuple[str, ...]] = {
-    "paged": ("block_size", "num_blocks", "watermark"),
+    "paged": (
+        "block_size",
+        "num_blocks",
+        "watermark",
+        "free_order",
+        "lookahead",
+        "forks",
+        "swap_space",
+        "prefix_caching",
+        *_CACHE_KNOBS,
+    ),
     "vattention": ("page", "watermark", "lookahead_steps", "background_groups", "deferred_reclaim"),
     "reserved_max": ("min_block",),
     "reserved_pow2": ("min_block",),
@@ -75,6 +106,11 @@ def make_memory(config: MemoryConfig, shape: KVShape, budget_bytes: int, rows: i
                 block_size=config.block_size,
                 num_blocks=num_blocks,
                 watermark_blocks=_watermark(config, num_blocks),
+                free_order=config.free_order,
+                cache=_prefix_cache(config),
+                lookahead=config.lookahead,
+                forks=config.forks,
+                host_blocks=parse_size(config.swap_space, "swap_space") // shape.block_bytes(config.block_size),
             )
         case "vattention":
             pages = PageGroups(shape, parse_size(config.page, "page"))
@@ -102,6 +138,24 @@ def make_memory(config: MemoryConfig, shape: KVShape, budget_bytes: int, rows: i
                 min_block=min_block,
             )
     raise ValueError(f"kind: expected one of {', '.join(get_args(MemoryKind))}, got {config.kind!r}")
+
+
+def _prefix_cache(config: MemoryConfig) -> PrefixCache | None:
+    if config.prefix_caching:
+        return PrefixCache(
+            publish=config.publish,
+            duplicates=config.duplicates,
+            eviction=config.eviction,
+            explain=config.explain_misses,
+        )
+    default = MemoryConfig()
+    for name in _CACHE_KNOBS:
+        if getattr(config, name) != getattr(default, name):
+            raise ValueError(
+                f"{name}: expected its default without a prefix cache, got {getattr(config, name)!r}; set "
+                "prefix_caching: true"
+            )
+    return None
 
 
 def _units(name: str, budget_bytes: int, unit_bytes: int) -> int:

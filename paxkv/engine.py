@@ -20,7 +20,7 @@ from pallas_kernels.kv_write import kv_write
 from paxkv.beams import choose_beams
 from paxkv.control_flow import run_if
 from paxkv.cost_model import StepCost, step_ticks
-from paxkv.kv_cache import Attend, KVCache
+from paxkv.kv_cache import Attend, KVCache, copy_blocks_between
 from paxkv.memory import KVMemory, Usage
 from paxkv.ragged import ragged, tokens_of
 from paxkv.requests import Requests, Status, final_lengths
@@ -86,6 +86,7 @@ class EngineState:
 
     scheduler: SchedulerState
     cache: KVCache
+    host_cache: KVCache | None  # what was swapped out, if the policy is to swap
     transcripts: jax.Array  # i32[requests, max_prompt + max_output]; prompt, then output so far, then 0
     outputs: Outputs
 
@@ -114,6 +115,8 @@ class StepRecord:
     sync_map_calls: jax.Array
     background_map_calls: jax.Array
     unmap_calls: jax.Array
+    swapped_out_blocks: jax.Array  # copied to the host
+    swapped_in_blocks: jax.Array
 
 
 def init_engine(engine: Engine, requests: Requests, cache: KVCache) -> EngineState:
@@ -138,6 +141,7 @@ def init_engine(engine: Engine, requests: Requests, cache: KVCache) -> EngineSta
     return EngineState(
         scheduler=init_scheduler(engine.memory, requests),
         cache=cache,
+        host_cache=_host_cache(engine, cache),
         transcripts=jnp.pad(requests.prompts, ((0, 0), (0, shape[1]))),
         outputs=Outputs(
             ticks=jnp.zeros(shape, jnp.int32),
@@ -164,7 +168,8 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
     memory, before = engine.memory, state.scheduler
     calls_before = memory.map_calls(before.memory)
     scheduled, plan = schedule(memory, requests, before, engine.token_budget, engine.policy, state.transcripts)
-    memory_state, cache = memory.settle(scheduled.memory, state.cache)
+    cache, host_cache = _swap(memory, plan, state.cache, state.host_cache)
+    memory_state, cache = memory.settle(scheduled.memory, cache)
     scheduled = dataclasses.replace(scheduled, memory=memory_state)
 
     cache, logits = _forward(engine, params, scheduled, plan, state.transcripts, cache)
@@ -180,7 +185,8 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
     seqs = memory.seqs(scheduled.memory)
     total = jnp.sum(plan.new_tokens)
     kv_tokens = jnp.sum(jnp.where(plan.new_tokens > 0, seqs.lengths, 0))
-    busy = step_ticks(engine.cost, total, kv_tokens, calls.sync - calls_before.sync)
+    moved_out, moved_in = (jnp.int32(0) if moves is None else moves.count for moves in (plan.moves_out, plan.moves_in))
+    busy = step_ticks(engine.cost, total, kv_tokens, calls.sync - calls_before.sync, moved_out + moved_in)
     ticks = jnp.where(total > 0, busy, next_arrival(requests, scheduled) - scheduled.clock)
     now = scheduled.clock + ticks
 
@@ -217,8 +223,35 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
         sync_map_calls=calls_after.sync - calls_before.sync,
         background_map_calls=calls_after.background - calls_before.background,
         unmap_calls=calls_after.unmap - calls_before.unmap,
+        swapped_out_blocks=moved_out,
+        swapped_in_blocks=moved_in,
     )
-    return EngineState(scheduler=after, cache=cache, transcripts=transcripts, outputs=outputs), record
+    return EngineState(after, cache, host_cache, transcripts, outputs), record
+
+
+def _host_cache(engine: Engine, cache: KVCache) -> KVCache | None:
+    """Room for what is swapped out."""
+    memory = engine.memory
+    if engine.policy.preemption == "swap" and memory.host_blocks == 0:
+        raise ValueError(
+            "policy.preemption: 'swap' needs a memory with host blocks, such as Paged(..., host_blocks=...), got none"
+        )
+    if not engine.policy.swaps(memory):
+        return None
+    slots = memory.host_blocks * (memory.num_slots // memory.num_units)
+    return jax.tree.map(lambda layer: jnp.zeros((slots, *layer.shape[1:]), layer.dtype), cache)
+
+
+def _swap(
+    memory: KVMemory[Any], plan: Plan, cache: KVCache, host_cache: KVCache | None
+) -> tuple[KVCache, KVCache | None]:
+    """Copies what was swapped out to the host, and what was swapped in back from it."""
+    if host_cache is None or plan.moves_out is None or plan.moves_in is None:
+        return cache, host_cache
+    block_size = memory.num_slots // memory.num_units
+    out, back = plan.moves_out, plan.moves_in
+    host_cache = copy_blocks_between(cache, host_cache, out.sources, out.destinations, block_size)
+    return copy_blocks_between(host_cache, cache, back.sources, back.destinations, block_size), host_cache
 
 
 def _forward(

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from paxkv.kv_cache import KVCache
 from paxkv.seqs import Seqs
+from paxkv.swap_state import Moves
 
 State = TypeVar("State")
 
@@ -209,6 +210,21 @@ class KVMemory(Protocol[State]):
         """Every row becomes a fork of row `sources[row]`, which may be itself. All must be active and as long."""
         ...
 
+    @property
+    def host_blocks(self) -> int:
+        """Blocks of the pool on the host to which `swap_out` and `swap_in` move sequences; 0 if they are not there."""
+        ...
+
+    def swap_out(
+        self, state: State, rows: Bool[Array, " rows"]
+    ) -> tuple[State, Int32[Array, " rows"], Int32[Array, ""], Moves]:
+        """Parks the masked sequences on the host: see `paxkv.swap.swap_out`."""
+        ...
+
+    def swap_in(self, state: State, place: Int32[Array, ""]) -> tuple[State, Int32[Array, ""], Int32[Array, ""], Moves]:
+        """Lets a parked sequence go on: see `paxkv.swap.swap_in`."""
+        ...
+
     def settle(self, state: State, cache: KVCache) -> tuple[State, KVCache]:
         """Moves the data that earlier transitions left to be moved. Before anything is written."""
         ...
@@ -284,6 +300,16 @@ class SharesNothing:
     def publish(self, state: State, tokens: jax.Array, cu_lens: jax.Array, max_new_tokens: int) -> State:
         del tokens, cu_lens, max_new_tokens
         return state
+
+    @property
+    def host_blocks(self) -> int:
+        return 0
+
+    def swap_out(self, state: State, rows: jax.Array) -> tuple[State, jax.Array, jax.Array, Moves]:
+        raise NotImplementedError(f"{type(self).__name__} memory cannot swap")
+
+    def swap_in(self, state: State, place: jax.Array) -> tuple[State, jax.Array, jax.Array, Moves]:
+        raise NotImplementedError(f"{type(self).__name__} memory cannot swap")
 
     def settle(self, state: State, cache: KVCache) -> tuple[State, KVCache]:
         return state, cache

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from pallas_kernels.paged_attention import paged_attention
-from paxkv import block_tables, chains, lifecycle, prefix_cache, publishing, sharing, swap_state
+from paxkv import block_tables, chains, lifecycle, prefix_cache, publishing, sharing, swap, swap_state
 from paxkv.admission import Hit, adopt, look_up, no_hit
 from paxkv.block_pool import give_back, init_block_pool, may_have_content, take
 from paxkv.block_tables import BlockTable, blocks_for
@@ -24,6 +24,7 @@ from paxkv.paged_state import PagedState
 from paxkv.prefix_cache import PrefixCache
 from paxkv.seqs import Seqs, advance, check_append, init_seqs, lowest_free_row, occupy, vacate
 from paxkv.sizes import require_int
+from paxkv.swap_state import Moves
 from paxkv.windows import Group
 
 FreeOrder = Literal["recent_first", "fifo"]
@@ -251,8 +252,8 @@ class Paged:
             state = dataclasses.replace(state, pool=pool, copies=sharing.add(state.copies, copies, self.num_blocks))
         if state.swap is not None:
             grows = (new_lengths > old_lengths) & served
-            swap = swap_state.part_written(state.swap, self.layer_groups, state.tables, old_lengths, grows)
-            state = dataclasses.replace(state, swap=swap)
+            parted = swap_state.part_written(state.swap, self.layer_groups, state.tables, old_lengths, grows)
+            state = dataclasses.replace(state, swap=parted)
         seqs, outcome = advance(state.seqs, new_lengths, malformed, served)
         return dataclasses.replace(state, seqs=seqs), outcome
 
@@ -316,6 +317,16 @@ class Paged:
 
     def reorder(self, state: PagedState, sources: Int32[Array, " rows"]) -> PagedState:
         return lifecycle.reorder(self, state, sources)
+
+    def swap_out(
+        self, state: PagedState, rows: Bool[Array, " rows"]
+    ) -> tuple[PagedState, Int32[Array, " rows"], Int32[Array, ""], Moves]:
+        return swap.swap_out(self, state, rows)
+
+    def swap_in(
+        self, state: PagedState, place: Int32[Array, ""]
+    ) -> tuple[PagedState, Int32[Array, ""], Int32[Array, ""], Moves]:
+        return swap.swap_in(self, state, place)
 
     def settle(self, state: PagedState, cache: KVCache) -> tuple[PagedState, KVCache]:
         if state.copies is None:

@@ -1,15 +1,27 @@
 """Preemption: whose memory is taken back when it does not last for what all are about to store."""
 
 import dataclasses
-from typing import Any
+import typing
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from paxkv.memory import KVMemory
+from paxkv.outcomes import Outcome
 from paxkv.requests import Requests, Status
 from paxkv.scheduler_state import Policy, SchedulerState, by_row
+from paxkv.swap_state import Moves, join_moves, no_moves_out
+
+
+class Preempted(NamedTuple):
+    """What had to go."""
+
+    state: SchedulerState
+    victims: Bool[Array, " rows"]
+    lost_tokens: Int32[Array, ""]  # stored tokens that have to be computed again
+    moves: Moves | None  # blocks to copy to the host
 
 
 def make_room(
@@ -18,31 +30,44 @@ def make_room(
     requests: Requests,
     state: SchedulerState,
     granted: Int32[Array, " rows"],
-) -> tuple[SchedulerState, Bool[Array, " rows"], Int32[Array, ""]]:
+) -> Preempted:
     """Preempts, one after another, the fewest requests without which the others can store what they were granted.
 
     What is given back counts as it is given back: of a block that several sequences share, only the last one to leave
     frees it.
 
-    Returns:
-      The state, the rows that were preempted, and the stored tokens that were lost.
+    With `policy.preemption` "swap" a victim's blocks go to the host, if there is room for all of them; the copies are
+    to be made before anything is written.
     """
 
-    def is_short(carry: tuple) -> Bool[Array, ""]:
-        state, victims, _ = carry
+    def is_short(carry: Preempted) -> Bool[Array, ""]:
+        state, victims = carry.state, carry.victims
         lengths = memory.seqs(state.memory).lengths
         demand = memory.demand(state.memory, lengths + jnp.where(victims, 0, granted))
         return (jnp.sum(demand) > memory.available(state.memory)) & jnp.any(state.row_request < requests.count)
 
-    def preempt_one(carry: tuple) -> tuple:
-        state, victims, lost = carry
+    def preempt_one(carry: Preempted) -> Preempted:
+        state = carry.state
         chosen = _victim(memory, policy, requests, state)
-        lengths = memory.seqs(state.memory).lengths
-        lost += jnp.sum(jnp.where(chosen, lengths, 0), dtype=jnp.int32)
-        return _preempt(memory, requests, state, chosen), victims | chosen, lost
+        stored = jnp.sum(jnp.where(chosen, memory.seqs(state.memory).lengths, 0), dtype=jnp.int32)
+        moves, lost = carry.moves, jnp.bool(True)
+        if moves is not None:
+            memory_state, places, outcome, new = memory.swap_out(state.memory, chosen)
+            at = jnp.where(chosen, state.row_request, requests.count)
+            state = dataclasses.replace(
+                state, memory=memory_state, places=_places(state).at[at].set(places, mode="drop")
+            )
+            moves, lost = join_moves(moves, new), outcome != Outcome.OK
+        state = _preempt(memory, requests, state, chosen, lost)
+        return Preempted(state, carry.victims | chosen, carry.lost_tokens + jnp.where(lost, stored, 0), moves)
 
-    start = (state, jnp.zeros(memory.rows, jnp.bool), jnp.int32(0))
+    moves = no_moves_out(memory.num_units, memory.host_blocks) if policy.swaps(memory) else None
+    start = Preempted(state, jnp.zeros(memory.rows, jnp.bool), jnp.int32(0), moves)
     return jax.lax.while_loop(is_short, preempt_one, start)
+
+
+def _places(state: SchedulerState) -> Int32[Array, " requests"]:
+    return typing.cast(jax.Array, state.places)
 
 
 def _victim(memory: KVMemory[Any], policy: Policy, requests: Requests, state: SchedulerState) -> Bool[Array, " rows"]:
@@ -65,9 +90,13 @@ def _victim(memory: KVMemory[Any], policy: Policy, requests: Requests, state: Sc
 
 
 def _preempt(
-    memory: KVMemory[Any], requests: Requests, state: SchedulerState, victims: Bool[Array, " rows"]
+    memory: KVMemory[Any],
+    requests: Requests,
+    state: SchedulerState,
+    victims: Bool[Array, " rows"],
+    lost: Bool[Array, ""],
 ) -> SchedulerState:
-    """Takes the victims' memory and sends them back to the queue, where their early arrival puts them first."""
+    """Sends the victims back to the queue, where their early arrival puts them first; takes their memory if `lost`."""
     nobody = requests.count
     at = jnp.where(victims, state.row_request, nobody)
     progress = dataclasses.replace(
@@ -77,7 +106,7 @@ def _preempt(
     )
     return dataclasses.replace(
         state,
-        memory=memory.release(state.memory, victims),
+        memory=memory.release(state.memory, victims & lost),
         progress=progress,
         row_request=jnp.where(victims, nobody, state.row_request),
     )

@@ -287,9 +287,10 @@ def publish(
         starts = None if filled.starts is None else some.settled
         found = ready & _unbroken(continues, starts)
 
-        # Copies of a content are all the same, but keys can collide: then the next candidate is looked at in turn.
-        refuted = ready & some.settled & ~continues & (candidate != none)
-        tried_now = carry.tried.at[at].get(mode="fill", fill_value=0) | jnp.where(refuted, 1 << way, 0)
+        # Copies of a content are all the same, but keys can collide, and the parent of an equal block can be gone: then
+        # the next candidate is looked at in turn, once the block's own parent is known.
+        refuted = ready & ~continues & (candidate != none)
+        tried_now = carry.tried.at[at].get(mode="fill", fill_value=0) | jnp.where(refuted & some.settled, 1 << way, 0)
         ready &= ~(refuted & (jnp.sum(same, axis=1) > 1))
 
         # An entry for each of the others; of those that want the same one the first gets it, the rest go round again.

@@ -31,7 +31,7 @@ from paxkv.memory import KVMemory
 from paxkv.preemption import make_room
 from paxkv.publish_tokens import publish_granted
 from paxkv.requests import Reason, Requests, Status
-from paxkv.scheduler_state import Plan, Policy, SchedulerState, by_row, known_tokens
+from paxkv.scheduler_state import FIRST_COME, Plan, Policy, SchedulerState, by_row, known_tokens
 from paxkv.waiting import admit_waiting
 
 
@@ -40,7 +40,7 @@ def schedule(
     requests: Requests,
     state: SchedulerState,
     token_budget: int,
-    policy: Policy = Policy(),
+    policy: Policy = FIRST_COME,
     transcripts: Int32[Array, "requests width"] | None = None,
 ) -> tuple[SchedulerState, Plan]:
     """Decides the next step and makes room for it: preempts, admits, and appends to memory.
@@ -59,7 +59,7 @@ def schedule(
         backlog -= _waits_for_others(requests, state, backlog).astype(jnp.int32)
     granted = _share_budget(backlog, oldest_first, token_budget)
 
-    state, victims, recompute_tokens = make_room(memory, policy, requests, state, granted)
+    state, victims, recompute_tokens, moves_out = make_room(memory, policy, requests, state, granted)
     granted = jnp.where(victims, 0, granted)
     preempted = jnp.sum(victims, dtype=jnp.int32)
 
@@ -89,6 +89,8 @@ def schedule(
         preempted=preempted,
         recompute_tokens=recompute_tokens,
         hit_tokens=new.hit_tokens,
+        moves_out=moves_out,
+        moves_in=new.moves,
     )
 
 
@@ -161,7 +163,8 @@ def commit(
         reason=progress.reason.at[ended].set(reason, mode="drop"),
         ended_at=progress.ended_at.at[ended].set(now, mode="drop"),
     )
-    return SchedulerState(
+    return dataclasses.replace(
+        state,
         memory=memory.background(memory.release(state.memory, done)),
         progress=progress,
         row_request=jnp.where(done, nobody, state.row_request),

@@ -22,34 +22,19 @@ from paxkv.block_tables import BlockTable, begin_row, blocks_for
 from paxkv.outcomes import Outcome, record, select_outcome
 from paxkv.paged_state import PagedState
 from paxkv.seqs import lowest_free_row, occupy
-from paxkv.swap_state import Moves, SwapState, add_moves, make_twins, twins_on_device, twins_on_host
+from paxkv.swap_state import (
+    Moves,
+    SwapState,
+    add_moves,
+    make_twins,
+    no_moves_in,
+    no_moves_out,
+    twins_on_device,
+    twins_on_host,
+)
 
 if TYPE_CHECKING:
     from paxkv.paged import Paged
-
-
-def no_moves_out(memory: "Paged") -> Moves:
-    """An empty list of copies to the host: from device blocks to host blocks."""
-    return _no_moves(memory.host_blocks, memory.num_blocks, memory.host_blocks)
-
-
-def no_moves_in(memory: "Paged") -> Moves:
-    """An empty list of copies from the host: from host blocks to device blocks."""
-    return _no_moves(memory.host_blocks, memory.host_blocks, memory.num_blocks)
-
-
-def join_moves(first: Moves, then: Moves) -> Moves:
-    """The copies of two calls in one direction between which nothing else happened, so that they fit into one list."""
-    real = jnp.arange(then.sources.shape[0], dtype=jnp.int32) < then.count
-    return add_moves(first, then.sources, then.destinations, real)
-
-
-def _no_moves(size: int, no_source: int, no_destination: int) -> Moves:
-    return Moves(
-        sources=jnp.full(size, no_source, jnp.int32),
-        destinations=jnp.full(size, no_destination, jnp.int32),
-        count=jnp.int32(0),
-    )
 
 
 def swap_out(
@@ -98,7 +83,14 @@ def swap_out(
         tables = _put_tables(tables, places[row], jnp.where(is_new, taken, there), memory, state, row)
         return pool, now.host_twins, now.device_twins, tables, moves, todo.at[row].set(False)
 
-    start = (swap.pool, swap.host_twins, swap.device_twins, swap.tables, no_moves_out(memory), leaves)
+    start = (
+        swap.pool,
+        swap.host_twins,
+        swap.device_twins,
+        swap.tables,
+        no_moves_out(memory.num_blocks, memory.host_blocks),
+        leaves,
+    )
     pool, host_twins, device_twins, tables, moves, left = jax.lax.while_loop(
         lambda carry: jnp.any(carry[-1]), park_one, start
     )
@@ -248,7 +240,7 @@ def swap_in(
     )
     came = copied & ok
     swap = make_twins(_swap(memory, state), jnp.where(came, taken, none), jnp.where(came, hosts, memory.host_blocks))
-    moves = add_moves(no_moves_in(memory), hosts, taken, came)
+    moves = add_moves(no_moves_in(memory.num_blocks, memory.host_blocks), hosts, taken, came)
     return dataclasses.replace(state, swap=_leave(swap, place, hosts, ok)), row, outcome, moves
 
 

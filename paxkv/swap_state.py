@@ -120,3 +120,27 @@ def add_moves(
         destinations=moves.destinations.at[at].set(destinations, mode="drop"),
         count=rank[-1],
     )
+
+
+def no_moves_out(num_blocks: int, host_blocks: int) -> Moves:
+    """An empty list of copies to the host: from device blocks to host blocks."""
+    return _no_moves(host_blocks, num_blocks, host_blocks)
+
+
+def no_moves_in(num_blocks: int, host_blocks: int) -> Moves:
+    """An empty list of copies from the host: from host blocks to device blocks."""
+    return _no_moves(host_blocks, host_blocks, num_blocks)
+
+
+def join_moves(first: Moves, then: Moves) -> Moves:
+    """The copies of two calls in one direction between which nothing else happened, so that they fit into one list."""
+    real = jnp.arange(then.sources.shape[0], dtype=jnp.int32) < then.count
+    return add_moves(first, then.sources, then.destinations, real)
+
+
+def _no_moves(size: int, no_source: int, no_destination: int) -> Moves:
+    return Moves(
+        sources=jnp.full(size, no_source, jnp.int32),
+        destinations=jnp.full(size, no_destination, jnp.int32),
+        count=jnp.int32(0),
+    )

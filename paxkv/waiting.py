@@ -1,17 +1,20 @@
 """The waiting queue: who is admitted, who is refused, and who has to go on waiting."""
 
 import dataclasses
+import typing
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from paxkv.control_flow import run_if
 from paxkv.memory import Ask, Content, KVMemory
 from paxkv.outcomes import Outcome
 from paxkv.publish_tokens import publish_granted
 from paxkv.requests import Reason, Requests, Status, final_lengths
 from paxkv.scheduler_state import Policy, SchedulerState
+from paxkv.swap_state import Moves, join_moves, no_moves_in
 
 
 class Admitted(NamedTuple):
@@ -23,6 +26,7 @@ class Admitted(NamedTuple):
     admitted: Int32[Array, ""]
     refused: Int32[Array, ""]
     hit_tokens: Int32[Array, ""]
+    moves: Moves | None  # blocks to copy back from the host
 
 
 class _Round(NamedTuple):
@@ -61,7 +65,9 @@ def admit_waiting(
         state = so_far.state
         known = requests.prompt_lens[candidate] + state.progress.generated[candidate]
         content = _content(requests, transcripts, state, candidate)
-        memory_state, row, outcome = _ask(memory, requests, state, candidate, known, final[candidate], content)
+        memory_state, row, outcome, moves = _ask(
+            memory, requests, state, candidate, known, final[candidate], content, so_far.moves
+        )
         ok, ends = outcome == Outcome.OK, outcome == Outcome.NEVER
         row = jnp.where(ok, row, memory.rows)
         state = _book(memory, requests, state, memory_state, candidate, row, ends)
@@ -85,6 +91,7 @@ def admit_waiting(
                 admitted=so_far.admitted + ok.astype(jnp.int32),
                 refused=so_far.refused + ends.astype(jnp.int32),
                 hit_tokens=so_far.hit_tokens + stored,
+                moves=moves,
             ),
             closed=jnp.bool(False) if policy.overtake else later,
             candidate=_next_waiting(requests, state, candidate if policy.overtake else None),
@@ -92,7 +99,8 @@ def admit_waiting(
 
     nothing = jnp.zeros(memory.rows, jnp.int32)
     zero = jnp.int32(0)
-    so_far = Admitted(state, nothing, jnp.zeros_like(nothing), zero, jnp.zeros_like(zero), jnp.zeros_like(zero))
+    moves = no_moves_in(memory.num_units, memory.host_blocks) if policy.swaps(memory) else None
+    so_far = Admitted(state, nothing, jnp.zeros_like(nothing), zero, jnp.zeros_like(zero), jnp.zeros_like(zero), moves)
     start = _Round(so_far, closed, _next_waiting(requests, state, None))
     end = jax.lax.while_loop(is_open, try_one, start).so_far
     if not at_once:
@@ -137,8 +145,9 @@ def _ask(
     known: Int32[Array, ""],
     final: Int32[Array, ""],
     content: Content | None,
-) -> tuple[Any, Int32[Array, ""], Int32[Array, ""]]:
-    """Asks memory to admit the candidate, or to fork it from the one that computed its prompt."""
+    moves: Moves | None,
+) -> tuple[Any, Int32[Array, ""], Int32[Array, ""], Moves | None]:
+    """Asks memory to admit the candidate, to fork it from the one that computed its prompt, or to swap it in."""
     prompt = requests.prompt_lens[candidate]
     no_output = requests.output_lens[candidate] == 0
     too_long = prompt >= memory.max_len
@@ -150,29 +159,39 @@ def _ask(
         content=content,
         sequences=requests.group_sizes[candidate] if memory.can_fork else 1,
     )
-    if not (memory.can_fork and requests.samples > 1):
-        return memory.admit(state.memory, ask)
+    forks = memory.can_fork and requests.samples > 1
+    if not forks and moves is None:
+        return *memory.admit(state.memory, ask), None
+
+    # Of the loops below one runs once, or none does: then the candidate waits for its prompt.
+    answer = (state.memory, jnp.int32(memory.rows), jnp.int32(Outcome.LATER))
+    is_new = jnp.bool(True)
+    if moves is not None:
+        place = typing.cast(jax.Array, state.places)[candidate]
+        is_new = place == memory.rows
+
+        def come_back(carry: tuple) -> tuple:
+            (memory_state, _, _), moves = carry
+            memory_state, row, outcome, new = memory.swap_in(memory_state, place)
+            return (memory_state, row, outcome), join_moves(moves, new)
+
+        answer, moves = run_if(~is_new, come_back, (answer, moves))
+    if not forks:
+        return *run_if(is_new, lambda carry: memory.admit(carry[0], ask), answer), moves
 
     progress, leader = state.progress, requests.leaders[candidate]
     parent = jnp.argmax(state.row_request == leader).astype(jnp.int32)
     stored = memory.seqs(state.memory).lengths[parent]
     follows = (
-        (leader != candidate)
+        is_new
+        & (leader != candidate)
         & (progress.generated[candidate] == 0)
         & (progress.generated[leader] == 0)
         & (progress.status[leader] == Status.RUNNING)
     )
     ready = follows & (stored == prompt - 1)
-    start = (state.memory, jnp.int32(memory.rows), jnp.int32(Outcome.LATER))
-
-    # One of the two loops runs once, or neither does: then the candidate waits for its prompt.
-    forked = jax.lax.fori_loop(
-        0,
-        ready.astype(jnp.int32),
-        lambda _, carry: memory.fork(carry[0], parent, prompt - 1, prompt, content),
-        start,
-    )
-    return jax.lax.fori_loop(0, (~follows).astype(jnp.int32), lambda _, carry: memory.admit(carry[0], ask), forked)
+    answer = run_if(ready, lambda carry: memory.fork(carry[0], parent, prompt - 1, prompt, content), answer)
+    return *run_if(is_new & ~follows, lambda carry: memory.admit(carry[0], ask), answer), moves
 
 
 def _book(
@@ -203,9 +222,13 @@ def _book(
             jnp.where(runs & (admitted_at < 0), state.clock, admitted_at)
         ),
     )
-    return SchedulerState(
+    places = state.places
+    if places is not None:
+        places = places.at[jnp.where(runs, candidate, nobody)].set(memory.rows, mode="drop")
+    return dataclasses.replace(
+        state,
         memory=memory_state,
         progress=progress,
         row_request=state.row_request.at[row].set(candidate, mode="drop"),
-        clock=state.clock,
+        places=places,
     )

@@ -174,6 +174,8 @@ def test_every_record_is_that_of_the_oracle(name):
             "ended": step.ended,
             "kv_tokens": step.kv_tokens,
             "hit_tokens": 0,
+            "swapped_out_blocks": 0,
+            "swapped_in_blocks": 0,
             "usage": {
                 "saved": 0,
                 **dict(zip(("tokens", "reserved", "internal", "external", "allocated"), step.usage, strict=True)),
@@ -298,7 +300,7 @@ def test_a_step_makes_no_copy_of_the_cache(memory):
     )
     scheduler = jax.eval_shape(lambda: init_scheduler(memory, requests))
     transcripts = jax.ShapeDtypeStruct((small[0], requests.prompts.shape[1] + small[1]), jnp.int32)
-    state = EngineState(scheduler=scheduler, cache=cache, transcripts=transcripts, outputs=outputs)
+    state = EngineState(scheduler, cache, None, transcripts, outputs)
     lowered = run_steps.lower(engine, fake_model.as_params(tables(1)), requests, state, STEPS)
     sizes = lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).memory_analysis()
     kv_bytes = 2 * 4 * int(np.prod(shape))

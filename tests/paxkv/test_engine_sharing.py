@@ -35,12 +35,17 @@ MEMORIES = {
     ),
     "collide": Paged(rows=4, max_len=MAX_LEN, block_size=4, num_blocks=14, cache=PrefixCache(collide=True)),
     "lookahead": Paged(rows=4, max_len=MAX_LEN, block_size=4, num_blocks=14, cache=PrefixCache(), lookahead=5),
+    "swap": Paged(rows=4, max_len=MAX_LEN, block_size=4, num_blocks=14, host_blocks=9),
+    "swap_cache": Paged(
+        rows=4, max_len=MAX_LEN, block_size=4, num_blocks=12, cache=PrefixCache(), forks=True, host_blocks=15
+    ),
     "forks": Paged(rows=4, max_len=MAX_LEN, block_size=4, num_blocks=22, forks=True),
     "forks_cache": Paged(rows=4, max_len=MAX_LEN, block_size=4, num_blocks=22, cache=PrefixCache(), forks=True),
     "forks_merge": Paged(rows=4, max_len=MAX_LEN, block_size=2, num_blocks=42, cache=MERGE, forks=True),
 }
 FORKING = [name for name in MEMORIES if name.startswith("forks")]
 POLICIES = {"collide": Policy(victim="least_work"), "lookahead": Policy(overtake=True)}
+POLICIES |= {"swap": Policy(preemption="swap"), "swap_cache": Policy(preemption="swap", victim="least_work")}
 
 # Prompts 0, 1, 4 and 6 begin alike, 7 is 1 again, and 3 is a whole number of blocks of 4.
 LENGTHS, OUTPUTS = [18, 15, 5, 12, 20, 1, 13, 15], [9, 12, 12, 7, 8, 12, 1, 12]
@@ -104,10 +109,15 @@ def test_shared_prefixes_change_no_token(name):
     memory, stats = MEMORIES[name], state.scheduler.memory.stats
     if memory.cache is not None:
         assert int(stats.hits) >= 12, "prompts 1, 4, 6 and 7 begin like others"
-        assert records.hit_tokens.sum() == int(stats.hits) + int(stats.resumed_hits)
+        came_back = records.swapped_in_blocks.sum() * memory.block_size
+        found = records.hit_tokens.sum() - int(stats.hits) - int(stats.resumed_hits)
+        assert found == 0 or came_back > 0
         assert (records.usage.saved > 0).any()
         assert int(stats.queries) == sum(LENGTHS)
-    assert records.preempted.sum() > 0, "memory is meant to be short"
+    assert memory.forks or records.preempted.sum() > 0, "memory is meant to be short"
+    if memory.host_blocks:
+        assert records.swapped_out_blocks.sum() > 0
+        assert records.swapped_in_blocks.sum() > 0  # a block that goes out again unchanged is not copied again
     total = records.usage
     parts = total.tokens + total.reserved + total.internal + total.external
     assert (parts == memory.capacity).all()
