@@ -6,7 +6,6 @@ import importlib
 import importlib.metadata
 import os
 import pathlib
-import pkgutil
 import platform
 import shutil
 import tempfile
@@ -114,21 +113,18 @@ def _devices() -> Finding:
 
 def _kernels() -> Iterator[Finding]:
     """Runs every backend of every operation once, on a case as small as can be."""
-    import pallas_kernels
-
-    for module in pkgutil.iter_modules(pallas_kernels.__path__):
-        if not module.ispkg:
-            continue
-        api = importlib.import_module(f"pallas_kernels.{module.name}.api")
+    for operation, (package, backends, call) in _SMALLEST.items():
+        api = importlib.import_module(f"pallas_kernels.{package}.api")
+        names = getattr(api, backends)
         refused: dict[str, str] = {}
-        for backend in api.BACKENDS:
+        for backend in names:
             try:
-                _SMALLEST[module.name](getattr(api, module.name), backend)
+                call(getattr(api, operation), backend)
             except (NotImplementedError, ValueError) as error:
                 refused[backend] = str(error)
-        works = ", ".join(name for name in api.BACKENDS if name not in refused)
+        works = ", ".join(name for name in names if name not in refused)
         problem = "; ".join(f"{name} does not run here: {reason}" for name, reason in refused.items())
-        yield Finding(f"kernel {module.name}", works or "none", problem, fatal=not works)
+        yield Finding(f"kernel {operation}", works or "none", problem, fatal=not works)
 
 
 def _paged(attention: Callable[..., Any], backend: str) -> None:
@@ -154,7 +150,35 @@ def _write(kv_write: Callable[..., Any], backend: str) -> None:
     kv_write(pool, pool, new, new, jnp.zeros(1, jnp.int32), backend=backend)[0].block_until_ready()
 
 
-_SMALLEST = {"paged_attention": _paged, "contiguous_attention": _contiguous, "kv_write": _write}
+def _copy(block_copy: Callable[..., Any], backend: str) -> None:
+    import jax.numpy as jnp
+
+    block = jnp.zeros(1, jnp.int32)
+    block_copy(jnp.zeros((16, 1, 64)), block, block, block_size=16, backend=backend).block_until_ready()
+
+
+def _copy_between(block_copy_between: Callable[..., Any], backend: str) -> None:
+    import jax.numpy as jnp
+
+    pool, block = jnp.zeros((16, 1, 64)), jnp.zeros(1, jnp.int32)
+    block_copy_between(pool, pool, block, block, block_size=16, backend=backend).block_until_ready()
+
+
+def _fill(fill_blocks: Callable[..., Any], backend: str) -> None:
+    import jax.numpy as jnp
+
+    fill_blocks(jnp.zeros((16, 1, 64)), jnp.zeros(1, jnp.int32), 0, block_size=16, backend=backend).block_until_ready()
+
+
+# By operation: its package, what its API calls its backends there, and a call.
+_SMALLEST: dict[str, tuple[str, str, Callable[..., None]]] = {
+    "paged_attention": ("paged_attention", "BACKENDS", _paged),
+    "contiguous_attention": ("contiguous_attention", "BACKENDS", _contiguous),
+    "kv_write": ("kv_write", "BACKENDS", _write),
+    "block_copy": ("block_copy", "COPY_BACKENDS", _copy),
+    "block_copy_between": ("block_copy", "COPY_BETWEEN_BACKENDS", _copy_between),
+    "fill_blocks": ("block_copy", "FILL_BACKENDS", _fill),
+}
 
 
 def _out_dir(out_dir: pathlib.Path) -> Finding:

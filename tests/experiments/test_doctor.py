@@ -2,11 +2,13 @@
 
 import hashlib
 import pathlib
+import pkgutil
 import shutil
 
 import pytest
 import rich.console
 
+import pallas_kernels
 from experiments import doctor
 from experiments.manifest import ROOT
 
@@ -30,7 +32,7 @@ def test_a_healthy_machine_has_no_fatal_problem(checkout, tmp_path, monkeypatch)
     findings = {finding.what: finding for finding in doctor.examine(tmp_path / "not" / "yet", checkout)}
     assert not any(finding.fatal for finding in findings.values())
     assert findings["devices"].found == "8 x cpu (cpu)"
-    for kernel in ("paged_attention", "contiguous_attention", "kv_write"):
+    for kernel in (*(m.name for m in pkgutil.iter_modules(pallas_kernels.__path__) if m.ispkg), "fill_blocks"):
         assert "xla" in findings[f"kernel {kernel}"].found
     assert {"jax", "jaxlib", "flax", "polars"} <= set(findings)
     assert doctor.TRACE_DIR_VARIABLE in findings["traces"].problem
