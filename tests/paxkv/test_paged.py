@@ -8,17 +8,21 @@ import pytest
 
 from paxkv.outcomes import MemoryFaultError, Outcome, raise_on_fault
 from paxkv.paged import Paged
+from paxkv.windows import Group
 from tests.paxkv.oracles.lockstep import MEMORIES, Lockstep, ask, ints
 
 TEN_BLOCKS = MEMORIES["paged_16"]  # of 16 tokens, for four rows of at most 176 tokens
 
 
 def table(pair: Lockstep, row: int) -> list[int]:
-    return [block for block in np.asarray(pair.state.tables[row]).tolist() if block < pair.memory.num_blocks]
+    held = pair.state.tables[0]
+    return np.asarray(held.ids)[row, int(held.first[row]) : int(held.end[row])].tolist()
 
 
 def free_list(pair: Lockstep) -> list[int]:
-    return np.asarray(pair.state.pool.free_ids)[: int(pair.state.pool.num_free)][::-1].tolist()
+    pool = pair.state.pool
+    queue = np.asarray(pool.queue)[int(pool.head) : int(pool.tail)].tolist()
+    return [block for block in queue if block != pair.memory.num_blocks]
 
 
 def only(pair: Lockstep, row: int) -> list[bool]:
@@ -33,6 +37,47 @@ def test_freed_blocks_are_reused_tail_first_and_last_sequence_first():
     pair.release(only(pair, second))
     assert free_list(pair) == [4, 3, 2, 1, 0, 5, 6, 7, 8, 9]
     assert table(pair, pair.store(64)) == [4, 3, 2, 1]
+
+
+def test_blocks_are_reused_in_the_order_in_which_they_came_back_if_asked_to():
+    pair = Lockstep(MEMORIES["paged_3_fifo"])
+    first, second = pair.store(9), pair.store(7)
+    assert (table(pair, first), table(pair, second)) == ([0, 1, 2], [3, 4, 5])
+    pair.release(only(pair, first))
+    pair.release(only(pair, second))
+    assert free_list(pair) == [6, 7, 8, 2, 1, 0, 5, 4, 3]
+    assert table(pair, pair.store(11)) == [6, 7, 8, 2]
+
+
+def test_slots_to_look_ahead_are_given_with_the_tokens_and_counted_by_admission():
+    memory = dataclasses.replace(TEN_BLOCKS, lookahead=3)
+    admit, append = jax.jit(memory.admit), jax.jit(memory.append, static_argnums=2)
+    state, _, _ = admit(memory.init(), ask(14))
+    state, outcome = append(state, ints([13, 0, 0, 0]), 16)
+    assert (int(outcome), int(memory.held(state)[0])) == (Outcome.OK, 1)  # 16 slots for 13 + 3
+    assert np.asarray(memory.demand(state, ints([14, 0, 0, 0]))).tolist() == [1, 0, 0, 0]
+    state, _ = append(state, ints([1, 0, 0, 0]), 16)
+    assert (int(memory.held(state)[0]), int(state.pool.num_free)) == (2, 8)
+    assert int(admit(state, ask(8 * 16 - 2))[2]) == Outcome.LATER
+    assert int(admit(state, ask(8 * 16 - 3))[2]) == Outcome.OK
+    longest = dataclasses.replace(memory, max_len=32, num_blocks=2)  # nothing is given beyond the longest sequence
+    state, _, outcome = longest.admit(longest.init(), ask(32))
+    assert int(outcome) == Outcome.OK
+    assert int(longest.append(state, ints([32, 0, 0, 0]), 32)[1]) == Outcome.OK
+
+
+def test_a_full_and_a_windowed_group_share_a_pool_and_admission_counts_what_each_comes_to_hold():
+    """512 tokens take 32 blocks under full attention, and 64 + 127 of them at most 13 under a window of 64."""
+    groups = (Group(16), Group(16, window=64))
+    memory = Paged(rows=2, max_len=1024, block_size=16, num_blocks=78, groups=groups, max_chunk=128)
+    admit = jax.jit(memory.admit)
+    assert int(admit(memory.init(), ask(512))[2]) == Outcome.OK
+    for num_blocks, outcome in ((44, Outcome.NEVER), (45, Outcome.OK)):
+        smaller = dataclasses.replace(memory, num_blocks=num_blocks)
+        assert int(smaller.admit(smaller.init(), ask(512))[2]) == outcome
+    state, _, _ = admit(memory.init(), ask(512))
+    assert int(admit(state, ask(33 - 13 << 4))[2]) == Outcome.OK
+    assert int(admit(state, ask((33 - 13 << 4) + 1))[2]) == Outcome.LATER
 
 
 def test_the_last_block_can_be_used_and_not_one_token_more():
@@ -71,10 +116,10 @@ def test_two_sequences_at_a_boundary_with_nothing_free_both_stay_as_they_are():
     pair = Lockstep(TEN_BLOCKS)
     pair.store(64), pair.store(96)
     assert free_list(pair) == []
-    before = np.asarray(pair.state.tables).tolist()
+    before = table(pair, 0), table(pair, 1)
     assert pair.append([1, 1, 0, 0]) == Outcome.OUT_OF_BLOCKS
     assert np.asarray(pair.state.seqs.lengths).tolist() == [64, 96, 0, 0]
-    assert np.asarray(pair.state.tables).tolist() == before
+    assert (table(pair, 0), table(pair, 1)) == before
     assert int(pair.state.seqs.faults.word) == 1 << Outcome.OUT_OF_BLOCKS
 
 
@@ -144,6 +189,9 @@ def test_a_watermark_is_kept_back_only_while_something_runs():
         ({"block_size": 0}, "block_size must be at least 1"),
         ({"watermark_blocks": -1}, "watermark_blocks must be at least 0"),
         ({"num_blocks": 2**30}, "slots must be below 2"),
+        ({"lookahead": -1}, "lookahead must be at least 0"),
+        ({"max_chunk": 0}, "max_chunk must be at least 1"),
+        ({"groups": (Group(8),)}, "block_size: expected that of the first group, 8, got 16"),
     ],
 )
 def test_impossible_sizes_are_refused_by_name(change, message):

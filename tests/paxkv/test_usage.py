@@ -2,12 +2,25 @@
 
 import dataclasses
 
+import numpy as np
 import pytest
 
+from paxkv.block_pool import retain
+from paxkv.block_tables import BlockTable
 from paxkv.contiguous import VAttention
 from paxkv.paged import Paged
+from paxkv.prefix_cache import PrefixCache
 from paxkv.reserved import Reserved
 from tests.paxkv.oracles.lockstep import ints
+
+
+def tables_of(memory: Paged, *rows: list[int]) -> tuple[BlockTable, ...]:
+    """A block table with these blocks."""
+    ids = np.full((memory.rows, memory.blocks_per_seq), memory.num_blocks)
+    for row, blocks in enumerate(rows):
+        ids[row, : len(blocks)] = blocks
+    ends = [len(blocks) for blocks in rows] + [0] * (memory.rows - len(rows))
+    return (BlockTable(ints(ids), ints([0] * memory.rows), ints(ends)),)
 
 
 def used(memory, stored: list[int], final: list[int], **changes) -> tuple[int, int, int, int, int]:
@@ -16,7 +29,11 @@ def used(memory, stored: list[int], final: list[int], **changes) -> tuple[int, i
     idle = [0] * (memory.rows - len(stored))
     lengths = ints(stored + idle)
     seqs = dataclasses.replace(state.seqs, active=lengths > 0, lengths=lengths, promised=lengths)
-    state = dataclasses.replace(state, seqs=seqs, **{name: ints(values) for name, values in changes.items()})
+    changes = {name: values if isinstance(values, tuple) else ints(values) for name, values in changes.items()}
+    if "tables" in changes:
+        pool = retain(state.pool, changes["tables"][0].ids.reshape(-1))
+        state = dataclasses.replace(state, pool=pool)
+    state = dataclasses.replace(state, seqs=seqs, **changes)
     found = memory.usage(state, ints(final + idle))
     return tuple(int(n) for n in (found.tokens, found.reserved, found.internal, found.external, found.allocated))
 
@@ -36,7 +53,8 @@ def test_reserving_for_the_longest_sequence_wastes_what_pagedattention_figure_3_
 def test_slots_of_a_block_that_its_owner_will_fill_are_reserved_and_the_rest_is_lost_inside():
     memory = Paged(rows=3, max_len=64, block_size=16, num_blocks=8)
     # Row 0: one block, ends with 16. Row 1: three blocks of which its 40 tokens leave 8 empty. Five blocks are free.
-    assert used(memory, [10, 33], [16, 40]) == (43, 6 + 7, 8, 4 * 16, 4 * 16)
+    blocks = tables_of(memory, [0], [1, 2, 3])
+    assert used(memory, [10, 33], [16, 40], tables=blocks) == (43, 6 + 7, 8, 4 * 16, 4 * 16)
 
 
 def test_rounding_to_a_power_of_two_is_external():
@@ -58,4 +76,32 @@ def test_the_last_page_of_a_row_holds_no_slot_past_the_longest_sequence():
 
 def test_an_end_that_was_passed_counts_as_reached():
     memory = Paged(rows=1, max_len=64, block_size=16, num_blocks=4)
-    assert used(memory, [20], [18]) == (20, 0, 12, 32, 32)
+    assert used(memory, [20], [18], tables=tables_of(memory, [0, 1])) == (20, 0, 12, 32, 32)
+
+
+def test_a_shared_block_counts_once_with_the_tokens_of_who_is_furthest():
+    memory = Paged(rows=3, max_len=64, block_size=16, num_blocks=8, forks=True)
+    # Block 0 is full for both. In block 1 row 0 has 4 tokens and row 1 has 9; row 0 will fill 14 slots, row 1 ten.
+    blocks = tables_of(memory, [0, 1], [0, 1], [2])
+    assert used(memory, [20, 25, 5], [30, 26, 5], tables=blocks) == (16 + 9 + 5, 5, 2 + 11, 5 * 16, 3 * 16)
+
+
+def test_the_first_block_of_a_prefix_that_many_share_is_stored_once():
+    memory = Paged(rows=50, max_len=1024, block_size=16, num_blocks=200, cache=PrefixCache())
+    prefix = list(range(62))  # 992 tokens of 1000 that 50 requests have in common
+    blocks = tables_of(memory, *[[*prefix, 62 + row] for row in range(50)])
+    tokens, _, _, _, allocated = used(memory, [1000] * 50, [1000] * 50, tables=blocks)
+    assert (tokens, allocated) == (62 * 16 + 50 * 8, (62 + 50) * 16)
+
+
+def test_a_block_that_only_a_pin_holds_is_allocated_and_holds_no_token_of_a_sequence():
+    memory = Paged(rows=1, max_len=64, block_size=16, num_blocks=4, cache=PrefixCache())
+    state = memory.init()
+    found = memory.usage(dataclasses.replace(state, pool=retain(state.pool, ints([3]))), ints([0]))
+    assert [int(n) for n in (found.tokens, found.reserved, found.internal, found.external, found.allocated)] == [
+        0,
+        0,
+        16,
+        48,
+        16,
+    ]

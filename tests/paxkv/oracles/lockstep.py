@@ -25,6 +25,7 @@ ORACLES = {Paged: PagedOracle, VAttention: VAttentionOracle, Reserved: ReservedO
 MEMORIES = {
     "paged_1": Paged(rows=3, max_len=10, block_size=1, num_blocks=14),
     "paged_3_watermark": Paged(rows=5, max_len=11, block_size=3, num_blocks=9, watermark_blocks=1),
+    "paged_3_fifo": Paged(rows=4, max_len=11, block_size=3, num_blocks=9, free_order="fifo"),
     "paged_16": Paged(rows=4, max_len=176, block_size=16, num_blocks=10),
     "vattention_whole": VAttention(rows=4, max_len=27, num_groups=12, page_bytes=8, token_bytes=2, buffers=6),
     "vattention_straddling": VAttention(

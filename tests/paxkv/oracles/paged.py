@@ -1,4 +1,4 @@
-"""Paged memory with a Python list for each table and one for the free stack."""
+"""Paged memory with a Python list for each table and one for the free blocks."""
 
 import math
 from collections import Counter
@@ -13,7 +13,8 @@ class PagedOracle(Oracle):
         self.num_blocks = memory.num_blocks
         self.watermark = memory.watermark_blocks
         self.num_slots = self.capacity = memory.num_blocks * memory.block_size
-        self.free = list(reversed(range(memory.num_blocks)))  # the end is taken first
+        self.free = list(range(memory.num_blocks))  # the first is taken first
+        self.free_order = memory.free_order
         self.tables: list[list[int]] = [[] for _ in range(memory.rows)]
 
     def units_for(self, tokens):
@@ -37,11 +38,12 @@ class PagedOracle(Oracle):
             return False
         for row, length in enumerate(lengths):
             while len(self.tables[row]) * self.block_size < length:
-                self.tables[row].append(self.free.pop())
+                self.tables[row].append(self.free.pop(0))
         return True
 
     def vacate(self, row):
-        self.free += self.tables[row]
+        back = self.tables[row][::-1]
+        self.free = self.free + back if self.free_order == "fifo" else back + self.free
         self.tables[row] = []
 
     def slot(self, row, position):
@@ -66,6 +68,6 @@ class PagedOracle(Oracle):
         references = Counter(block for table in self.tables for block in table)
         return {
             "tables": [table + [self.num_blocks] * (width - len(table)) for table in self.tables],
-            "next_free": self.free[::-1],
+            "next_free": list(self.free),
             "references": [references[block] for block in range(self.num_blocks)],
         }
