@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from paxkv.block_pool import BlockPool
 from paxkv.block_tables import blocks_for
 from paxkv.contiguous import VAttention, VAttentionState
 from paxkv.hash_table import WIDTH
@@ -19,6 +20,7 @@ from paxkv.paged_state import PagedState
 from paxkv.prefix_cache import BROKEN
 from paxkv.reserved import Reserved, ReservedState
 from paxkv.seqs import Seqs
+from paxkv.swap_state import SwapState, twins_on_device, twins_on_host
 
 Counts = dict[str, Int32[Array, ""]]
 
@@ -80,22 +82,14 @@ def _of_seqs(memory: KVMemory[Any], seqs: Seqs) -> Counts:
 
 def _of_paged(memory: Paged, state: PagedState) -> Counts:
     pool, none = state.pool, memory.num_blocks
-    place = jnp.arange(pool.queue.shape[0], dtype=jnp.int32)
-    free_at = jnp.where((place >= pool.head) & (place < pool.tail), pool.queue, none)
-    times_free = _mentions(free_at, none)
     mentions = sum((_mentions(table.ids, none) for table in state.tables), jnp.zeros(none, jnp.int32))
     if state.copies is not None:
         mentions += _mentions(state.copies.sources, none) + _mentions(state.copies.destinations, none)
     if state.pins is not None:
         mentions += state.pins
-    used = _count(pool.ref_counts > 0)
     extra = pool.marks[:, 1]
     counts = {
-        "free_ids_are_unique_blocks": _count(times_free > 1) + jnp.abs(jnp.sum(times_free) - pool.num_free),
-        "free_blocks_have_no_references": _count((times_free > 0) != (pool.ref_counts == 0)),
-        "free_blocks_were_not_shared": _count((extra < 0) | ((times_free > 0) & (extra != 0))),
-        "free_and_used_are_all": jnp.abs(pool.num_free + used - none),
-        "references_are_table_entries": _count(mentions != pool.ref_counts),
+        **_of_pool(pool, mentions),
         "tables_cover_lengths": jnp.int32(0),
         "tables_hold_no_old_ids": jnp.int32(0),
         "no_block_twice_in_a_table": jnp.int32(0),
@@ -119,6 +113,53 @@ def _of_paged(memory: Paged, state: PagedState) -> Counts:
             counts["shared_blocks_are_full_unless_forked"] += _count(shared & filled & ~full)
     if memory.cache is not None:
         counts |= _of_contents(memory, state)
+    if state.swap is not None:
+        counts |= _of_swap(memory, state.swap)
+    return counts
+
+
+def _of_pool(pool: BlockPool, mentions: Int32[Array, " num_blocks"]) -> Counts:
+    """A block is either once in the queue, or has the references that `mentions` says."""
+    none, extra = pool.num_blocks, pool.marks[:, 1]
+    place = jnp.arange(pool.queue.shape[0], dtype=jnp.int32)
+    times_free = _mentions(jnp.where((place >= pool.head) & (place < pool.tail), pool.queue, none), none)
+    return {
+        "free_ids_are_unique_blocks": _count(times_free > 1) + jnp.abs(jnp.sum(times_free) - pool.num_free),
+        "free_blocks_have_no_references": _count((times_free > 0) != (pool.ref_counts == 0)),
+        "free_blocks_were_not_shared": _count((extra < 0) | ((times_free > 0) & (extra != 0))),
+        "free_and_used_are_all": jnp.abs(pool.num_free + _count(pool.ref_counts > 0) - none),
+        "references_are_table_entries": _count(mentions != pool.ref_counts),
+    }
+
+
+def _of_swap(memory: Paged, swap: SwapState) -> Counts:
+    """The host pool keeps the rules of the other one, and a parked sequence has all that it stored."""
+    none = memory.host_blocks
+    mentions = sum((_mentions(table.ids, none) for table in swap.tables), jnp.zeros(none, jnp.int32))
+    counts = {f"host_{name}": count for name, count in _of_pool(swap.pool, mentions).items()}
+    counts["parked_places_hold_all_they_stored"] = jnp.int32(0)
+    counts["free_places_hold_nothing"] = _count(~swap.parked & ((swap.lengths != 0) | (swap.promised != 0)))
+    for leaf in jax.tree.leaves(swap.chains):
+        counts["free_places_hold_nothing"] += _count(~swap.parked & jnp.any(leaf != 0, axis=tuple(range(1, leaf.ndim))))
+    for group, table in zip(memory.layer_groups, swap.tables, strict=True):
+        column = jnp.arange(table.ids.shape[1], dtype=jnp.int32)[None, :]
+        stored = blocks_for(swap.lengths, group.block_size)
+        gone = group.out_of_view(swap.lengths) // group.block_size
+        filled = (column >= table.first[:, None]) & (column < table.end[:, None])
+        known = (table.ids >= 0) & (table.ids < none)
+        counts["parked_places_hold_all_they_stored"] += _count(
+            swap.parked & ((table.end != stored) | (table.first < 0) | (table.first > jnp.minimum(gone, stored)))
+        ) + _count(filled & ~known)
+        counts["free_places_hold_nothing"] += _count(~filled & (table.ids != none)) + _count(
+            ~swap.parked & (table.end != 0)
+        )
+    devices, hosts = jnp.arange(memory.num_blocks, dtype=jnp.int32), jnp.arange(none, dtype=jnp.int32)
+    counts["twins_are_blocks"] = _count((swap.host_twins < 0) | (swap.host_twins > none)) + _count(
+        (swap.device_twins < 0) | (swap.device_twins > memory.num_blocks)
+    )
+    counts["twins_name_each_other"] = jnp.abs(
+        _count(twins_on_host(swap, devices) != none) - _count(twins_on_device(swap, hosts) != memory.num_blocks)
+    )
     return counts
 
 
