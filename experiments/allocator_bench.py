@@ -1,10 +1,10 @@
-"""What a step of an allocator costs on this machine, inside a scan, and whether it depends on the pool's size."""
+"""What the block manager's transitions cost on this machine, inside a scan, and whether that depends on the pool."""
 
 import dataclasses
 import re
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,30 +13,46 @@ import rich.box
 from rich.console import Console
 from rich.table import Table
 
+from experiments.allocator_cases import (
+    admit_scan,
+    cached_prompts,
+    decode_cached_scan,
+    decode_scan,
+    free_scan,
+    hash_scan,
+    started,
+)
 from experiments.progress import Progress
 from experiments.run_directory import RunDirectory
-from paxkv.memory import Ask
-from paxkv.outcomes import Outcome, raise_on_fault
-from paxkv.paged import Paged, PagedState
+from paxkv.outcomes import raise_on_fault
+from paxkv.paged import Paged
+from paxkv.prefix_cache import PrefixCache
 
-DESCRIPTION = "Cost of one decode step of the paged allocator, and of the same with a larger pool."
+DESCRIPTION = "Cost of the paged allocator's transitions, with and without a prefix cache, and with a larger pool."
 MODELLED: frozenset[str] = frozenset()
+GLOSSARY = {
+    "us": "microseconds: the difference between long and short scans, divided by the steps between, median of repeats",
+    "ratio": "cost with the larger pool over cost with the smaller one",
+}
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """One measurement: `rows` sequences grow by a token a step until they have grown by `long_steps`.
+    """One measurement of each transition, in two pools.
 
     Attributes:
       experiment: `allocator_bench`.
-      seed: nothing here is random; part of every run's name.
-      rows: sequences.
-      num_blocks: of the first pool.
+      seed: of the tokens.
+      rows: sequences that decode.
+      num_blocks: blocks of the smaller pool.
       block_size: tokens in a block.
-      scale: the second pool has this many times the blocks.
-      short_steps: length of the scan that is subtracted.
-      long_steps: length of the scan that it is subtracted from.
-      repeats: how often each scan is timed.
+      scale: the larger pool has this many times the blocks.
+      short_steps: decode steps of a short scan; what a dispatch costs once is in both and drops out.
+      long_steps: decode steps of a long scan.
+      prompt_tokens: length of the prompts that are admitted and freed.
+      prompts: how many of them a long scan admits or frees; a short one does a quarter.
+      hash_tokens: length of the prompt that is hashed.
+      repeats: measurements of each.
     """
 
     experiment: str = "allocator_bench"
@@ -47,15 +63,17 @@ class Config:
     scale: int = 8
     short_steps: int = 128
     long_steps: int = 1280
+    prompt_tokens: int = 8192
+    prompts: int = 40
+    hash_tokens: int = 50_000
     repeats: int = 21
 
-    def __post_init__(self) -> None:
-        """Refuses a measurement in which the pool would run dry, or with nothing to subtract."""
-        if min(self.rows, self.block_size, self.scale, self.repeats) < 1:
-            raise ValueError(
-                f"rows, block_size, scale, repeats: expected at least 1, got {self.rows}, {self.block_size}, "
-                f"{self.scale} and {self.repeats}"
-            )
+    def check(self) -> None:
+        """Refuses a measurement in which the pool would run dry, or with nothing to subtract.
+
+        Raises:
+          ValueError: naming the field, what was expected and what came.
+        """
         if not 0 < self.short_steps < self.long_steps:
             raise ValueError(
                 f"short_steps: expected between 0 and long_steps = {self.long_steps}, got {self.short_steps}"
@@ -66,29 +84,65 @@ class Config:
                 f"num_blocks: expected at least {needed}, so that {self.rows} rows can grow by {self.long_steps} "
                 f"tokens, got {self.num_blocks}; raise it, or lower long_steps"
             )
+        if self.scale < 1 or self.repeats < 1:
+            raise ValueError(f"scale, repeats: expected at least 1, got {self.scale} and {self.repeats}")
+        if self.prompts < 4:
+            raise ValueError(f"prompts: expected at least 4, of which a short scan takes a quarter, got {self.prompts}")
+        needed = self.prompts * -(-self.prompt_tokens // self.block_size)
+        if needed > self.num_blocks:
+            raise ValueError(
+                f"num_blocks: expected at least {needed}, so that {self.prompts} prompts of {self.prompt_tokens} "
+                f"tokens are cached together, got {self.num_blocks}; raise it, or lower prompts"
+            )
 
 
-def started(memory: Paged) -> PagedState:
-    """All rows admitted, row r holding r mod block_size tokens, so that as many rows start a block in every step."""
-    state = memory.init()
-    one = jnp.int32(1)
-    admit = jax.jit(memory.admit)
-    for _ in range(memory.rows):
-        state, _, outcome = admit(state, Ask(known_tokens=one, prompt_tokens=one, final_tokens=one))
-        if int(outcome) != Outcome.OK:
-            raise RuntimeError(f"expected room for {memory.rows} rows, got {Outcome(int(outcome)).name}")
-    phases = jnp.arange(memory.rows, dtype=jnp.int32) % memory.block_size
-    state, _ = jax.jit(memory.append, static_argnums=2)(state, phases, memory.block_size)
-    return state
+class Case(NamedTuple):
+    """One transition in one pool: a compiled scan of each length, and the state they start from."""
+
+    operation: str
+    scale: int
+    steps: tuple[int, int]
+    scans: tuple[Callable[[Any], Any], Callable[[Any], Any]]
+    state: Any
 
 
-def decode_scan(memory: Paged, steps: int) -> Callable[[PagedState], PagedState]:
-    """A compiled scan of `steps` decode steps. Donates its argument."""
+def cases(config: Config, scale: int) -> list[Case]:
+    """Every transition in a pool of `scale` times the blocks. Compiles and warms up."""
+    num_blocks = config.num_blocks * scale
+    decoding = {"max_len": config.block_size + config.long_steps, "block_size": config.block_size}
+    plain = Paged(rows=config.rows, num_blocks=num_blocks, **decoding)
+    cached = dataclasses.replace(plain, cache=PrefixCache())
+    steps = (config.short_steps, config.long_steps)
 
-    def one(state: PagedState, _: None) -> tuple[PagedState, None]:
-        return memory.append(state, jnp.ones(memory.rows, jnp.int32), 1)[0], None
+    prompts = Paged(
+        rows=config.prompts,
+        max_len=config.prompt_tokens,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        cache=PrefixCache(),
+    )
+    tokens = jax.random.randint(
+        jax.random.key(config.seed), (config.prompts, config.prompt_tokens), 0, 128_000, jnp.int32
+    )
+    held, free = cached_prompts(prompts, tokens)
+    some = (config.prompts // 4, config.prompts)
+    hashed = jax.random.randint(jax.random.key(config.seed), (config.hash_tokens,), 0, 128_000, jnp.int32)
 
-    return jax.jit(lambda state: jax.lax.scan(one, state, length=steps)[0], donate_argnums=0)
+    def case(operation: str, steps: tuple[int, int], make: Callable[[int], Callable[[Any], Any]], state: Any) -> Case:
+        scans = (make(steps[0]), make(steps[1]))
+        for scan in scans:
+            end = jax.block_until_ready(scan(_copy(state)))
+            if operation != "hash_50000":
+                raise_on_fault(end.seqs.faults)
+        return Case(operation, scale, steps, scans, state)
+
+    return [
+        case("decode_step", steps, lambda n: decode_scan(plain, n), started(plain, config.seed)),
+        case("decode_step_cached", steps, lambda n: decode_cached_scan(cached, n), started(cached, config.seed)),
+        case("admit_cached_8192", some, lambda n: admit_scan(prompts, tokens[:n]), free),
+        case("free_8192", some, lambda n: free_scan(prompts, n), held),
+        case("hash_50000", some, lambda n: hash_scan(hashed, config.block_size, n), jnp.zeros(2, jnp.uint32)),
+    ]
 
 
 def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, dict[str, Any]]:
@@ -96,58 +150,53 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
 
     The difference leaves out what is paid once for a dispatch (entering the program, first touch of the arrays).
     """
-    scans, states = {}, {}
-    for scale in (1, config.scale):
-        memory = Paged(
-            rows=config.rows,
-            max_len=config.block_size + config.long_steps,
-            block_size=config.block_size,
-            num_blocks=config.num_blocks * scale,
-        )
-        states[scale] = started(memory)
-        for steps in (config.short_steps, config.long_steps):
-            scans[scale, steps] = decode_scan(memory, steps)
-            raise_on_fault(jax.block_until_ready(scans[scale, steps](_copy(states[scale]))).seqs.faults)
-
-    timings: list[dict[str, float | int]] = []
+    config.check()
+    everything = [case for scale in sorted({1, config.scale}) for case in cases(config, scale)]
+    timings: list[dict[str, Any]] = []
     with progress.task("timing", total=config.repeats) as advance:
         for repeat in range(config.repeats):
-            for (scale, steps), scan in scans.items():
-                state = jax.block_until_ready(_copy(states[scale]))
-                begin = time.perf_counter()
-                jax.block_until_ready(scan(state))
-                wall_us = 1e6 * (time.perf_counter() - begin)
-                timings.append({"repeat": repeat, "scale": scale, "steps": steps, "wall_us": wall_us})
+            for case in everything:
+                for steps, scan in zip(case.steps, case.scans, strict=True):
+                    state = jax.block_until_ready(_copy(case.state))
+                    begin = time.perf_counter()
+                    jax.block_until_ready(scan(state))
+                    timings.append(
+                        {
+                            "operation": case.operation,
+                            "repeat": repeat,
+                            "scale": case.scale,
+                            "steps": steps,
+                            "wall_us": 1e6 * (time.perf_counter() - begin),
+                        }
+                    )
             advance()
     frame = pl.DataFrame(timings)
     run_dir.write_parquet("timings.parquet", frame)
-    return {"decode_step": summarise(frame, config)}
+    names = frame["operation"].unique(maintain_order=True)
+    return {name: summarise(frame.filter(pl.col("operation") == name), config) for name in names}
 
 
 def summarise(timings: pl.DataFrame, config: Config) -> dict[str, Any]:
-    """Cost of a step in each pool, between the medians over the repeats, and between their quartiles as spread."""
-    wall = timings.group_by("scale", "steps").agg(
-        pl.col("wall_us").median().alias("median"),
-        pl.col("wall_us").quantile(0.25, "linear").alias("lower"),
-        pl.col("wall_us").quantile(0.75, "linear").alias("upper"),
-    )
-    at = {(row["scale"], row["steps"]): row for row in wall.iter_rows(named=True)}
-    between = config.long_steps - config.short_steps
+    """Cost of a step in each pool: median and quartiles, over the repeats, of what the long scan took longer."""
+    short_steps, long_steps = sorted(timings["steps"].unique())
+    wide = timings.pivot(on="steps", index=["scale", "repeat"], values="wall_us")
+    each = wide.select("scale", us=(pl.col(str(long_steps)) - pl.col(str(short_steps))) / (long_steps - short_steps))
 
-    def cost(scale: int) -> dict[str, float]:
-        long, short = at[scale, config.long_steps], at[scale, config.short_steps]
-        return {name: (long[name] - short[name]) / between for name in ("median", "lower", "upper")}
+    def quantiles(scale: int) -> tuple[float, float, float]:
+        us = each.filter(pl.col("scale") == scale)["us"]
+        return tuple(float(us.quantile(q, "linear")) for q in (0.25, 0.5, 0.75))  # pyright: ignore[reportReturnType, reportArgumentType]
 
-    base, larger = cost(1), cost(config.scale)
+    lower, median, upper = quantiles(1)
+    larger_lower, larger_median, larger_upper = quantiles(config.scale)
     key = f"us_{config.scale}x"
     return {
-        "us": base["median"],
-        key: larger["median"],
-        "ratio": larger["median"] / base["median"],
-        "us_lower_quartile": base["lower"],
-        "us_upper_quartile": base["upper"],
-        f"{key}_lower_quartile": larger["lower"],
-        f"{key}_upper_quartile": larger["upper"],
+        "us": median,
+        key: larger_median,
+        "ratio": larger_median / median,
+        "us_lower_quartile": lower,
+        "us_upper_quartile": upper,
+        f"{key}_lower_quartile": larger_lower,
+        f"{key}_upper_quartile": larger_upper,
         "rows": config.rows,
         "num_blocks": config.num_blocks,
     }
@@ -155,7 +204,7 @@ def summarise(timings: pl.DataFrame, config: Config) -> dict[str, Any]:
 
 def render(results: dict[str, dict[str, Any]], console: Console) -> None:
     """Prints one line an operation."""
-    table = Table(title="Allocator inside a scan: medians, and quartiles of the repeats", box=rich.box.SIMPLE_HEAD)
+    table = Table(title="Block manager inside a scan: medians, and quartiles of the repeats", box=rich.box.SIMPLE_HEAD)
     for column in ("operation", "us", "us, larger pool", "ratio"):
         table.add_column(column, justify="left" if column == "operation" else "right")
     for name, values in results.items():
@@ -168,5 +217,5 @@ def _spread(values: dict[str, Any], key: str) -> str:
     return f"{values[key]:.2f} ({values[key + '_lower_quartile']:.2f} to {values[key + '_upper_quartile']:.2f})"
 
 
-def _copy(state: PagedState) -> PagedState:
+def _copy(state: Any) -> Any:
     return jax.tree.map(jnp.copy, state)

@@ -2,9 +2,9 @@
 
 The free blocks form one queue, taken from its front. It lies in a linear array with room on both sides, so that any
 number of blocks joins at either end with one scatter, and each block remembers its place, so that it can leave from
-anywhere: it leaves a hole that the front skips when it gets there. Taking a block off the front writes nothing at
-all. A transition costs what it moves, never what the pool holds, but for one thing: when one side of the array is
-used up, the queue moves back to the middle. That takes a pass over the array, once for at least `num_blocks` joins.
+anywhere: it leaves a hole that the front skips when it gets there. A transition costs what it moves, never what the
+pool holds, but for one thing: when one side of the array is used up, the queue moves back to the middle. That takes a
+pass over the array, once for at least `num_blocks` joins.
 """
 
 import dataclasses
@@ -28,8 +28,10 @@ class BlockPool:
     tail: jax.Array  # i32[]
     behind: jax.Array  # i32[]; from here to the tail are blocks that joined at the back
     num_free: jax.Array  # i32[]
-    marks: jax.Array  # i32[num_blocks, 2]; where a free block stands in the queue (anything for a held one), and
-    # references to it beyond the first (0 for a free one). In one array, since they are read and written together.
+    marks: (
+        jax.Array
+    )  # i32[num_blocks, 2]; where a free block stands in the queue (-1: it is held), and references to it
+    # beyond the first (0 for a free one). In one array, since they are read and written together.
 
     @property
     def num_blocks(self) -> int:
@@ -39,8 +41,7 @@ class BlockPool:
     @property
     def ref_counts(self) -> jax.Array:
         """References to each block, 0 for a free one: i32[num_blocks]."""
-        free, extra = look_at(self, jnp.arange(self.num_blocks, dtype=jnp.int32))[1:]
-        return jnp.where(free, 0, 1 + extra)
+        return jnp.where(self.marks[:, 0] >= 0, 0, 1 + self.marks[:, 1])
 
 
 def init_block_pool(num_blocks: int) -> BlockPool:
@@ -56,22 +57,18 @@ def init_block_pool(num_blocks: int) -> BlockPool:
     )
 
 
-def look_at(
-    pool: BlockPool, ids: Int32[Array, " n"]
-) -> tuple[Int32[Array, " n"], Bool[Array, " n"], Int32[Array, " n"]]:
-    """Of each block: its place in the queue if it is free, whether it is, and its references beyond the first.
+def look_at(pool: BlockPool, ids: Int32[Array, " n"]) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
+    """Of each block: its place in the queue, -1 if it is not free, and its references beyond the first.
 
     An id that is not of this pool is not free.
     """
     mark = pool.marks.at[ids].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
-    place, extra = mark[:, 0], mark[:, 1]
-    there = pool.queue.at[place].get(mode="fill", fill_value=pool.num_blocks, wrap_negative_indices=False)
-    return place, (place >= pool.head) & (place < pool.tail) & (there == ids), extra
+    return mark[:, 0], mark[:, 1]
 
 
 def is_free(pool: BlockPool, ids: Int32[Array, " n"]) -> Bool[Array, " n"]:
     """Whether each block is free; False for an id that is not of this pool."""
-    return look_at(pool, ids)[1]
+    return look_at(pool, ids)[0] >= 0
 
 
 def may_have_content(before: BlockPool, after: BlockPool) -> Bool[Array, ""]:
@@ -104,7 +101,8 @@ def take(
         queue, found = _lowest(pool, ranking, count, wanted.shape[0])
         pool = dataclasses.replace(pool, queue=queue)
     ids = found.at[jnp.where(wanted & ok, rank - 1, wanted.shape[0])].get(mode="fill", fill_value=pool.num_blocks)
-    return dataclasses.replace(pool, num_free=pool.num_free - count), ids, ok
+    marks = pool.marks.at[ids, 0].set(-1, mode="drop")
+    return dataclasses.replace(pool, marks=marks, num_free=pool.num_free - count), ids, ok
 
 
 def _front(pool: BlockPool, count: Int32[Array, ""], most: int) -> tuple[Int32[Array, ""], Int32[Array, " most"]]:
@@ -160,14 +158,17 @@ def retain(pool: BlockPool, ids: Int32[Array, " n"], *, distinct: bool = False) 
       distinct: whether no block is listed twice, which spares a sort.
     """
     none, size = pool.num_blocks, pool.queue.shape[0]
-    place, free, extra = look_at(pool, ids)
+    place, extra = look_at(pool, ids)
     mentions, last = _mentions(ids, distinct)
-    first = jnp.where(free, -1, extra)  # one less than the references it has
+    free = place >= 0
+    others = jnp.where(free, -1, extra)  # one less than the references it has
     return dataclasses.replace(
         pool,
         queue=pool.queue.at[jnp.where(free & last, place, size)].set(none, mode="drop"),
         num_free=pool.num_free - jnp.sum(free & last, dtype=jnp.int32),
-        marks=pool.marks.at[jnp.where(last, ids, none)].set(jnp.stack([place, first + mentions], axis=1), mode="drop"),
+        marks=pool.marks.at[jnp.where(last, ids, none)].set(
+            jnp.stack([jnp.full_like(place, -1), others + mentions], axis=1), mode="drop"
+        ),
     )
 
 
@@ -198,10 +199,10 @@ def give_back(
     most = jnp.minimum(jnp.sum(ids != none, dtype=jnp.int32), none)
     pool = run_if((most > pool.head) | (most > size - pool.tail), _recentre, pool)
 
-    _, free, extra = look_at(pool, ids)
+    place, extra = look_at(pool, ids)
     mentions, last = _mentions(ids, distinct)
     left = extra + 1 - mentions
-    held = (ids >= 0) & (ids < none) & ~free
+    held = (ids >= 0) & (ids < none) & (place < 0)
     ok = ~jnp.any((ids != none) & (~held | (left < 0)))
     freed = held & last & ok & (left == 0)
     behind = freed & to_back if to_back is not None else jnp.zeros_like(freed)

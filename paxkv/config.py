@@ -23,8 +23,8 @@ class MemoryConfig:
       kind: which memory.
       block_size: paged: tokens in a block.
       num_blocks: paged: this many blocks instead of what the budget pays for; None for the budget.
-      free_order: paged: `recent_first` takes the block that was freed last, and cached ones after all others; `fifo` the
-        one that has been free for longest.
+      free_order: paged: `recent_first` takes the block that was freed last, and cached ones after all others; `fifo`
+        takes the one that has been free for longest.
       lookahead: paged: slots that a growing sequence gets beyond the tokens of a step.
       forks: paged: let sequences of one prompt share its blocks; samples and beams need it.
       swap_space: paged: size of the pool on the host to which the scheduler may swap, such as "4 GiB".

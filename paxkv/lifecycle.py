@@ -212,7 +212,7 @@ def evict(memory: "Paged", state: PagedState, ids: Int32[Array, " n"]) -> PagedS
     """Forgets what these blocks hold. Held ones stay with their rows; free ones keep their place in the queue."""
     known = jnp.where((ids >= 0) & (ids < memory.num_blocks), ids, memory.num_blocks)
     config, contents = _cached(memory, state)
-    return dataclasses.replace(state, contents=prefix_cache.forget(config, contents, known))
+    return dataclasses.replace(state, contents=prefix_cache.forget(config, contents, known)[0])
 
 
 def pin(memory: "Paged", state: PagedState, ids: Int32[Array, " n"]) -> tuple[PagedState, Int32[Array, ""]]:
@@ -259,7 +259,8 @@ def reset_cache(memory: "Paged", state: PagedState) -> tuple[PagedState, Int32[A
     config, contents = _cached(memory, state)
     ok = (state.pool.num_free == memory.num_blocks) & ~jnp.any(state.seqs.active)
     everything = jnp.where(ok, jnp.arange(memory.num_blocks, dtype=jnp.int32), memory.num_blocks)
-    state = dataclasses.replace(state, contents=prefix_cache.forget(config, contents, everything))
+    stats = dataclasses.replace(state.stats, resets=state.stats.resets + ok.astype(jnp.int32))
+    state = dataclasses.replace(state, contents=prefix_cache.forget(config, contents, everything)[0], stats=stats)
     return state, jnp.where(ok, Outcome.OK, Outcome.LATER).astype(jnp.int32)
 
 

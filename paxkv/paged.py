@@ -281,8 +281,8 @@ class Paged:
 
         def forget(carry: tuple) -> tuple:
             contents, evictions = carry
-            lost = jnp.sum(prefix_cache.content_of(contents, ids) != 0, dtype=jnp.int32)
-            return prefix_cache.forget(config, contents, ids), evictions + counts * lost
+            contents, lost = prefix_cache.forget(config, contents, ids)
+            return contents, evictions + counts * lost
 
         contents, evictions = run_if(any_cached, forget, (state.contents, state.stats.evictions))
         return dataclasses.replace(

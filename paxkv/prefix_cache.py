@@ -205,10 +205,12 @@ def _has_other(same: Bool[Array, "n ways"], at: Int32[Array, ""], limit: Int32[A
     return (at < limit) & (jnp.sum(same.at[at].get(mode="fill", fill_value=False)) > 1)
 
 
-def forget(config: PrefixCache, contents: Contents, ids: Int32[Array, " n"]) -> Contents:
-    """Takes the content from these blocks, if they have any. The sentinel marks empty places."""
+def forget(
+    config: PrefixCache, contents: Contents, ids: Int32[Array, " n"]
+) -> tuple[Contents, Int32[Array, ""]]:
+    """Takes the content from these blocks, if they have any, and counts those. The sentinel marks empty places."""
     none = contents.records.shape[0]
-    record = contents.records.at[ids].get(mode="fill", fill_value=0)
+    record = contents.records.at[ids, :_COLUMNS].get(mode="fill", fill_value=0)
     cached = record[:, _CONTENT] != 0
     entry = record[:, _ENTRY]
     evicted_tags = contents.evicted_tags
@@ -219,7 +221,7 @@ def forget(config: PrefixCache, contents: Contents, ids: Int32[Array, " n"]) -> 
         table=hash_table.clear(contents.table, entry, cached, none),
         records=contents.records.at[jnp.where(cached, ids, none)].set(0, mode="drop"),
         evicted_tags=evicted_tags,
-    )
+    ), jnp.sum(cached, dtype=jnp.int32)
 
 
 def touch(config: PrefixCache, contents: Contents, ids: Int32[Array, " n"], priority: Int32[Array, ""]) -> Contents:

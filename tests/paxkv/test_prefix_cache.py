@@ -48,7 +48,7 @@ def compiled(config: PrefixCache, width: int) -> dict:
     known = {
         "publish": lambda contents, filled: publish(config, contents, filled, width),
         "find": lambda contents, *prompt: find(contents, *prompt[:3], 0, prompt[3]),
-        "forget": lambda contents, ids: forget(config, contents, ids),
+        "forget": lambda contents, ids: forget(config, contents, ids)[0],
         "touch": lambda contents, ids, priority: touch(config, contents, ids, priority),
         "ranking": lambda contents: ranking(config, contents),
     }
