@@ -593,13 +593,13 @@ class BlockManager:
         """Another row with the first `length` tokens of this one, in the same blocks."""
         wrong = not self.is_live(parent) or not 0 <= length <= self.length(parent)
         if not wrong:
-            wrong = self.knobs.cache and length > len(self.rows[parent].tokens)
             for group, layers in self.groups:
                 gone = self.table(parent, group).count(None)
                 wrong = wrong or gone > layers.out_of_view(length) // layers.block_size
         if wrong:
             return self.knobs.rows, self.fault(OUT_OF_RANGE, min(max(parent, 0), self.knobs.rows - 1))
-        if None not in self.rows or not self.free or self.waits(parent):
+        unpublished = self.knobs.cache and length > len(self.rows[parent].tokens)
+        if None not in self.rows or not self.free or self.waits(parent) or unpublished:
             return self.knobs.rows, LATER
 
         source = self.rows[parent]

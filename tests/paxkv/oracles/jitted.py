@@ -144,14 +144,11 @@ class Operations:
     def slots(self, state, row, position):
         return self.memory.slots(state, row, position)
 
-    def demand(self, state, new_lengths):
-        return self.memory.demand(state, new_lengths)
-
     def references(self, state):
         return state.pool.ref_counts
 
-    def violations(self, state):
-        return checks.violations(self.memory, state)
+    def observe(self, state, new_lengths):
+        return self.memory.demand(state, new_lengths), checks.violations(self.memory, state)
 
 
 @functools.cache

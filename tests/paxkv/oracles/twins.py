@@ -11,10 +11,24 @@ from paxkv import chains, prefix_cache
 from paxkv.paged import Paged
 from tests.paxkv.oracles.block_manager import BlockManager, Content, Hit, Prompt, Unseen
 from tests.paxkv.oracles.common import LATER, NEVER, OK
-from tests.paxkv.oracles.jitted import JittedManager, Operations, ints, knobs
+from tests.paxkv.oracles.jitted import JittedManager, Operations, ints, knobs, paged
 
 # Reasons that the jitted manager tells from a table that may forget, so that it may say `cold` instead.
 GUESSED = ("evicted", "other_key", "cold")
+
+# Small enough that memory is nearly always short. All are memories of scenarios too, so that both compile them once.
+SMALL = {"rows": 4, "max_len": 48, "block_size": 4, "num_blocks": 10, "forks": True, "explain": True}
+MERGING = {"publish": "on_compute", "duplicates": "merge"}
+AHEAD = {"num_blocks": 16, "lookahead": 2, "watermark_blocks": 1}
+GROUPED = {"rows": 3, "num_blocks": 24, "groups": [{}, {"window": 8}]}
+MEMORIES = {
+    "lru": paged(SMALL),
+    "fifo": paged(SMALL | {"eviction": "fifo", "free_order": "fifo", "publish": "on_compute"}),
+    "priority, merging": paged(SMALL | MERGING | {"eviction": "priority"}),
+    "lfu, colliding keys, lookahead": paged(SMALL | AHEAD | {"eviction": "lfu", "collide": True}),
+    "groups": paged(SMALL | GROUPED),
+    "no cache": paged(SMALL | {"cache": False}),
+}
 
 
 class Twins:
@@ -120,19 +134,20 @@ class Twins:
             assert view[name] == value, f"{name} is {view[name]} instead of {value} after {after}"
         new_lengths = [min(plain.length(r) + (5 * self.count + 3 * r) % 8, self.memory.max_len) for r in rows]
         growing = [length if plain.is_live(row) else 0 for row, length in enumerate(new_lengths)]
+        demand, violations = self.jitted.operations("observe", self.jitted.state, ints(growing))
         for name, value, wanted in (
             ("active", state.seqs.active, [plain.is_live(row) for row in rows]),
             ("promised", state.seqs.promised, [row.promised if row else 0 for row in plain.rows]),
             ("first faulty row", state.seqs.faults.row, plain.fault_row),
             ("epoch", state.epoch, plain.epoch),
-            ("demand", self.jitted.operations("demand", self.jitted.state, ints(growing)), plain.demand(growing)),
+            ("demand", demand, plain.demand(growing)),
         ):
             np.testing.assert_array_equal(np.asarray(value), wanted, err_msg=f"{name} after {after}")
         if self.memory.cache:
             self.compare_contents(view["contents"], after)
             self.compare_chains(state.chains, after)
             self.compare_statistics(view["statistics"], after)
-        broken = {k: int(v) for k, v in self.jitted.operations("violations", self.jitted.state).items() if int(v)}
+        broken = {name: int(count) for name, count in violations.items() if int(count)}
         assert not broken, f"{broken} after {after}"
         assert not plain.violations(), f"{plain.violations()} after {after}"
 
