@@ -425,7 +425,7 @@ class Paged:
 
     def _usage_of_blocks(self, state: PagedState, final_lengths: Int32[Array, " rows"]) -> Usage:
         """Counts a shared block once: what the sequence furthest in has stored there, and will."""
-        tokens = fillable = jnp.zeros(self.num_blocks, jnp.int32)
+        tokens = fillable = named = jnp.zeros(self.num_blocks, jnp.int32)
         final = jnp.maximum(final_lengths, state.seqs.lengths)
         for group, table in zip(self.layer_groups, state.tables, strict=True):
             begin = group.block_size * jnp.arange(table.ids.shape[1], dtype=jnp.int32)[None, :]
@@ -434,6 +434,7 @@ class Paged:
             # A full block of any group is worth the slots of a block: its bytes are the same.
             tokens = tokens.at[table.ids].max(stored * self.block_size // group.block_size, mode="drop")
             fillable = fillable.at[table.ids].max(to_come * self.block_size // group.block_size, mode="drop")
+            named = named.at[table.ids].set(1, mode="drop")
         held = self.block_size * (self.num_blocks - state.pool.num_free)
         return Usage(
             tokens=jnp.sum(tokens),
@@ -441,7 +442,7 @@ class Paged:
             internal=held - jnp.sum(fillable),
             external=self.capacity - held,
             allocated=held,
-            saved=self.block_size * jnp.sum(self.held(state)) - held,
+            saved=self.block_size * (jnp.sum(self.held(state)) - jnp.sum(named)),  # not those that only pins hold
         )
 
     def owners(self, state: PagedState) -> Int32[Array, " units"]:

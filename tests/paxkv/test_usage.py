@@ -2,6 +2,7 @@
 
 import dataclasses
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -11,6 +12,7 @@ from paxkv.contiguous import VAttention
 from paxkv.paged import Paged
 from paxkv.prefix_cache import PrefixCache
 from paxkv.reserved import Reserved
+from paxkv.windows import Group
 from tests.paxkv.oracles.lockstep import ints
 
 
@@ -79,29 +81,55 @@ def test_an_end_that_was_passed_counts_as_reached():
     assert used(memory, [20], [18], tables=tables_of(memory, [0, 1])) == (20, 0, 12, 32, 32)
 
 
+def counts(found) -> list[int]:
+    return [
+        int(n) for n in (found.tokens, found.reserved, found.internal, found.external, found.allocated, found.saved)
+    ]
+
+
+def with_tables(memory: Paged, lengths: list[int], tables: tuple[BlockTable, ...]):
+    """Rows of these lengths in these blocks."""
+    state, idle = memory.init(), [0] * (memory.rows - len(lengths))
+    seqs = dataclasses.replace(state.seqs, active=ints(lengths + idle) > 0, lengths=ints(lengths + idle))
+    ids = jnp.concatenate([table.ids.reshape(-1) for table in tables])
+    return dataclasses.replace(state, seqs=seqs, tables=tables, pool=retain(state.pool, ids))
+
+
 def test_a_shared_block_counts_once_with_the_tokens_of_who_is_furthest():
     memory = Paged(rows=3, max_len=64, block_size=16, num_blocks=8, forks=True)
+    state = with_tables(memory, [20, 25, 5], tables_of(memory, [0, 1], [0, 1], [2]))
     # Block 0 is full for both. In block 1 row 0 has 4 tokens and row 1 has 9; row 0 will fill 14 slots, row 1 ten.
-    blocks = tables_of(memory, [0, 1], [0, 1], [2])
-    assert used(memory, [20, 25, 5], [30, 26, 5], tables=blocks) == (16 + 9 + 5, 5, 2 + 11, 5 * 16, 3 * 16)
+    found = counts(memory.usage(state, ints([30, 26, 5])))
+    assert found == [16 + 9 + 5, 5, 2 + 11, 5 * 16, 3 * 16, 2 * 16]
 
 
-def test_the_first_block_of_a_prefix_that_many_share_is_stored_once():
+def test_a_prefix_that_many_share_is_stored_once():
     memory = Paged(rows=50, max_len=1024, block_size=16, num_blocks=200, cache=PrefixCache())
     prefix = list(range(62))  # 992 tokens of 1000 that 50 requests have in common
     blocks = tables_of(memory, *[[*prefix, 62 + row] for row in range(50)])
-    tokens, _, _, _, allocated = used(memory, [1000] * 50, [1000] * 50, tables=blocks)
-    assert (tokens, allocated) == (62 * 16 + 50 * 8, (62 + 50) * 16)
+    found = memory.usage(with_tables(memory, [1000] * 50, blocks), ints([1000] * 50))
+    assert int(found.tokens) == 62 * 16 + 50 * 8
+    assert int(found.allocated) == (62 + 50) * 16
+    assert int(found.saved) == 49 * 62 * 16
 
 
 def test_a_block_that_only_a_pin_holds_is_allocated_and_holds_no_token_of_a_sequence():
     memory = Paged(rows=1, max_len=64, block_size=16, num_blocks=4, cache=PrefixCache())
     state = memory.init()
     found = memory.usage(dataclasses.replace(state, pool=retain(state.pool, ints([3]))), ints([0]))
-    assert [int(n) for n in (found.tokens, found.reserved, found.internal, found.external, found.allocated)] == [
-        0,
-        0,
-        16,
-        48,
-        16,
-    ]
+    assert counts(found) == [0, 0, 16, 48, 16, 0]
+
+
+def test_each_group_of_layers_has_its_own_blocks_and_a_full_one_is_worth_the_slots_of_any():
+    """Ten tokens in three blocks of four, and in two blocks of eight of which the second is a quarter full."""
+    memory = Paged(rows=1, max_len=16, block_size=4, num_blocks=8, groups=(Group(4), Group(8)))
+    first, second = tables_of(memory, [0, 1, 2])[0], tables_of(memory, [3, 4])[0]
+    state = with_tables(memory, [10], (first, dataclasses.replace(second, ids=second.ids[:, :2])))
+    assert counts(memory.usage(state, ints([12]))) == [10 + 5, 2 + 1, 2, 3 * 4, 5 * 4, 0]
+
+
+def test_what_left_the_window_holds_no_token():
+    memory = Paged(rows=1, max_len=16, block_size=4, num_blocks=8, groups=(Group(4, window=4),))
+    (table,) = tables_of(memory, [0, 1, 2])
+    gone = BlockTable(table.ids.at[0, 0].set(8), table.first.at[0].set(1), table.end)
+    assert counts(memory.usage(with_tables(memory, [10], (gone,)), ints([10]))) == [6, 0, 2, 24, 8, 0]
