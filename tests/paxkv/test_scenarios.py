@@ -1,13 +1,16 @@
 """Known situations with known answers, played against the plain-Python block manager and the jitted one."""
 
+import functools
 from collections import Counter
 from typing import Any
 
 import pytest
 
+from paxkv.paged import Paged
 from tests.paxkv.oracles.block_manager import BlockManager, Prompt
 from tests.paxkv.oracles.jitted import JittedManager, knobs, paged
 from tests.paxkv.oracles.scenario import Player, Scenario, scenarios
+from tests.paxkv.oracles.swapping import SwapOperations, SwappingJittedManager, SwappingManager
 
 # What a scenario may need that the block manager does not have, and where it belongs.
 NOT_HERE = {
@@ -15,9 +18,9 @@ NOT_HERE = {
     "scheduler": "choices of the scheduler",
     "sizing": "arithmetic of capacities, tested in test_capacity",
     "metrics_window": "rates over the last requests",
-    "events": "what was stored and removed",
+    "events": "what was stored and removed, tested in test_events",
     "page_groups": "page groups of blocks, tested in test_page_groups",
-    "swap": "blocks on the host",
+    "data": "what is in the blocks, tested in test_swap",
 }
 ALL = scenarios()
 
@@ -26,7 +29,8 @@ class OracleManager:
     """The plain-Python block manager as the scenarios see one."""
 
     def __init__(self, memory: dict[str, Any]):
-        self.manager = BlockManager(knobs(paged(memory)))
+        fixed, host_blocks = knobs(paged(memory)), memory.get("host_blocks")
+        self.manager = SwappingManager(fixed, host_blocks) if host_blocks else BlockManager(fixed)
 
     def admit(self, prompt: Prompt, final: int) -> tuple[int, int]:
         return self.manager.admit(len(prompt.tokens), final, prompt)
@@ -64,6 +68,15 @@ class OracleManager:
     def bump_epoch(self) -> None:
         self.manager.bump_epoch()
 
+    def swap_out(self, rows: list[bool]) -> tuple[list[int], int, list]:
+        return self.manager.swap_out(rows)
+
+    def swap_in(self, place: int) -> tuple[int, int, list]:
+        return self.manager.swap_in(place)
+
+    def host_free(self) -> int:
+        return len(self.manager.host_free)
+
     def slot(self, row: int, position: int) -> int | None:
         size = self.manager.knobs.layers[0].block_size
         table = self.manager.table(row, 0)
@@ -84,6 +97,21 @@ class OracleManager:
             "statistics": dict(vars(manager.statistics)),
             "faults": set(manager.faults),
         }
+
+
+class HostedManager(SwappingJittedManager):
+    def host_free(self) -> int:
+        return int(self.state.swap.pool.num_free)
+
+
+@functools.cache
+def swap_operations(memory: Paged) -> SwapOperations:
+    return SwapOperations(memory)
+
+
+def jitted_manager(memory: dict[str, Any]) -> JittedManager:
+    static = paged(memory)
+    return HostedManager(static, swap_operations(static)) if static.host_blocks else JittedManager(static)
 
 
 def cases() -> list:
@@ -108,4 +136,4 @@ def test_oracle_does_as_the_scenario_says(scenario):
 
 @pytest.mark.parametrize("scenario", cases())
 def test_manager_does_as_the_scenario_says(scenario):
-    Player(JittedManager(paged(scenario.memory)), scenario.memory).play(scenario.steps)
+    Player(jitted_manager(scenario.memory), scenario.memory).play(scenario.steps)

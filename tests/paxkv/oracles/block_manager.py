@@ -152,6 +152,7 @@ class Statistics:
     cold: int = 0
     evictions: int = 0
     unpublished: int = 0
+    resets: int = 0
 
 
 class BlockManager:
@@ -692,6 +693,7 @@ class BlockManager:
             return LATER
         for block in range(self.knobs.num_blocks):
             self.forget(block)
+        self.statistics.resets += 1
         return OK
 
     def bump_epoch(self) -> None:

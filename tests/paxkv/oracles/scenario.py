@@ -46,6 +46,12 @@ class Manager(Protocol):
 
     def slot(self, row: int, position: int) -> int | None: ...
 
+    # With a host pool only.
+
+    def swap_out(self, rows: list[bool]) -> tuple[list[int], int, list]: ...
+    def swap_in(self, place: int) -> tuple[int, int, list]: ...
+    def host_free(self) -> int: ...
+
 
 class Tokens:
     """Texts by name."""
@@ -69,6 +75,7 @@ class Player:
         self.memory = memory
         self.tokens = Tokens()
         self.rows: dict[str, int] = {}
+        self.places: dict[str, int] = {}  # of those on the host
         self.prompts: dict[str, Prompt] = {}  # what each request was admitted with
         self.uncomputed: dict[int, list[int]] = {}  # tokens appended by row, and not yet published
 
@@ -171,6 +178,25 @@ class Player:
     def bump_epoch(self, step: dict) -> None:
         self.manager.bump_epoch()
 
+    def swap_out(self, step: dict) -> int:
+        rows = [self.rows[name] for name in step["rows"]]
+        places, outcome, moves = self.manager.swap_out([row in rows for row in range(self.memory["rows"])])
+        if outcome == 0:
+            self.places |= {name: places[self.rows[name]] for name in step["rows"]}
+            assert len(moves) == step["moved"], f"moved {moves}: {self.where}"
+        return outcome
+
+    def swap_in(self, step: dict) -> int:
+        moved = 0
+        for name in step["rows"]:
+            row, outcome, moves = self.manager.swap_in(self.places[name])
+            if outcome:
+                return outcome
+            self.rows[name] = row
+            moved += len(moves)
+        assert moved == step["moved"], f"moved {moved}: {self.where}"
+        return 0
+
     # ---- what is seen ----------------------------------------------------------------------------------------------
 
     def expect(self, step: dict) -> None:
@@ -181,8 +207,11 @@ class Player:
             "usage": 1 - len(view["free"]) / self.memory["num_blocks"],
             "contents": [block for block, content in enumerate(view["contents"]) if content is not None],
             "copies": [list(pair) for pair in view["copies"]],
+            "shared": sum(1 for references in view["references"] if references > 1),
             "faults": sorted(OUTCOMES[fault] for fault in view["faults"]),
         }
+        if self.memory.get("host_blocks"):
+            seen["host_free"] = self.manager.host_free()
         for name, value in seen.items():
             assert name not in step or step[name] == value, f"{name} is {value} after {self.where}"
         named = {
