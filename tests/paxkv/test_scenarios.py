@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from paxkv.paged import Paged
-from tests.paxkv.oracles.block_manager import BlockManager, Prompt
+from tests.paxkv.oracles.block_manager import BlockManager
+from tests.paxkv.oracles.blocks import Prompt
 from tests.paxkv.oracles.jitted import JittedManager, knobs, paged
 from tests.paxkv.oracles.scenario import Player, Scenario, scenarios
 from tests.paxkv.oracles.swapping import SwapOperations, SwappingJittedManager, SwappingManager

@@ -12,7 +12,7 @@ from paxkv.memory import Ask, Content
 from paxkv.paged import Paged
 from paxkv.prefix_cache import PrefixCache
 from paxkv.windows import Group
-from tests.paxkv.oracles.block_manager import Knobs, Layers, Prompt
+from tests.paxkv.oracles.blocks import Knobs, Layers, Prompt
 
 PINS = 4  # blocks named in one call of pin, unpin or evict
 

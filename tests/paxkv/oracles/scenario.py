@@ -16,7 +16,7 @@ import pathlib
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from tests.paxkv.oracles.block_manager import Prompt
+from tests.paxkv.oracles.blocks import Prompt
 
 FOLDER = pathlib.Path(__file__).parent.parent / "scenarios"
 TEXT_LENGTH = 10_000

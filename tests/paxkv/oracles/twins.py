@@ -9,7 +9,8 @@ import numpy as np
 
 from paxkv import chains, prefix_cache
 from paxkv.paged import Paged
-from tests.paxkv.oracles.block_manager import BlockManager, Content, Hit, Prompt, Unseen
+from tests.paxkv.oracles.block_manager import BlockManager
+from tests.paxkv.oracles.blocks import Content, Hit, Prompt, Unseen
 from tests.paxkv.oracles.common import LATER, NEVER, OK
 from tests.paxkv.oracles.jitted import JittedManager, Operations, ints, knobs, paged
 
