@@ -1,4 +1,4 @@
-"""What the prefix cache was asked for, what it had, and why it did not have the rest. All counts are of tokens."""
+"""What the prefix cache was asked for, what it had, and why it did not have the rest. Most counts are of tokens."""
 
 import dataclasses
 import typing
@@ -31,6 +31,7 @@ class CacheStats:
     cold: jax.Array  # in a block that was never seen, or is not explained
     evictions: jax.Array  # blocks whose content was given up for another
     unpublished: jax.Array  # full blocks that could not be cached for lack of room in the hash table
+    resets: jax.Array  # times that everything was forgotten
 
 
 class MissedBlocks(typing.NamedTuple):

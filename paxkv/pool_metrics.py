@@ -1,0 +1,178 @@
+"""How a pool of blocks is used: what is free, held, cached and shared, how it is scattered, and how long blocks live.
+
+Reductions of a state, to be called when somebody looks; a memory that nobody looks at pays nothing for them.
+"""
+
+import dataclasses
+import typing
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float32, Int32
+
+from paxkv.paged_state import PagedState
+from paxkv.sizes import require_int
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PoolMetrics:
+    """Blocks of a pool, all i32[]. Free and held ones are all there are."""
+
+    free: jax.Array  # to be had, with what is cached in them or without
+    held: jax.Array  # somebody refers to them
+    cached: jax.Array  # hold a content
+    cached_free: jax.Array  # hold a content that nobody uses now: the cache, which makes way when memory is short
+    shared: jax.Array  # held by more than one
+    pinned: jax.Array  # kept by a pin
+    saved: jax.Array  # references beyond each block's first: blocks that would be held more if nothing were shared
+
+
+@jax.jit
+def pool_metrics(state: PagedState) -> PoolMetrics:
+    """Counts the blocks of a pool by what they are used for. Pins count as references."""
+    references = state.pool.ref_counts
+    held, cached = references > 0, _cached(state)
+    pinned = jnp.zeros_like(held) if state.pins is None else state.pins > 0
+    return PoolMetrics(
+        free=_count(~held),
+        held=_count(held),
+        cached=_count(cached),
+        cached_free=_count(cached & ~held),
+        shared=_count(references > 1),
+        pinned=_count(pinned),
+        saved=jnp.sum(references) - _count(held),
+    )
+
+
+def usage(state: PagedState) -> Float32[Array, ""]:
+    """Share of the blocks that somebody refers to, from 0 to 1: `1 - free / num_blocks`."""
+    num_blocks = state.pool.num_blocks
+    return (num_blocks - state.pool.num_free).astype(jnp.float32) / num_blocks
+
+
+@jax.jit
+def run_lengths(state: PagedState) -> Int32[Array, " bins"]:
+    """How long the stretches of a sequence's blocks are that lie one after another in memory, over all tables.
+
+    A stretch is a run of entries of one table row whose ids ascend by one. Long ones can be read in one go.
+
+    Returns:
+      Entry b counts the stretches of 2**b to 2**(b+1) - 1 blocks; the last bin has the widest table.
+    """
+    widest = max(table.ids.shape[1] for table in state.tables)
+    bins = jnp.zeros(widest.bit_length(), jnp.int32)
+    for table in state.tables:
+        width = table.ids.shape[1]
+        column = jnp.arange(width, dtype=jnp.int32)[None, :]
+        filled = (column >= table.first[:, None]) & (column < table.end[:, None])
+        follows = filled[:, 1:] & filled[:, :-1] & (table.ids[:, 1:] == table.ids[:, :-1] + 1)
+        edge = jnp.zeros((table.ids.shape[0], 1), jnp.bool)
+        begins = filled & ~jnp.concatenate([edge, follows], axis=1)
+        ends = filled & ~jnp.concatenate([follows, edge], axis=1)
+        begin = jax.lax.cummax(jnp.where(begins, column, 0), axis=1)
+        bins = _add_to_bins(bins, (column - begin + 1).reshape(-1), ends.reshape(-1))
+    return bins
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PageGroupMetrics:
+    """What the blocks in use would keep mapped if physical memory were handed out in groups of blocks; all i32[]."""
+
+    used_blocks: jax.Array  # held or cached
+    pinned: jax.Array  # groups that hold at least one of them, so that none of their memory can be returned
+    needed: jax.Array  # groups that they would fill if they lay side by side
+
+
+@jax.jit(static_argnames="blocks_per_group")
+def page_groups(state: PagedState, blocks_per_group: int) -> PageGroupMetrics:
+    """How many groups of `blocks_per_group` consecutive blocks the blocks in use pin, and how few would do.
+
+    The difference is what eviction block by block strands where memory is mapped page by page, as vAttention
+    (arXiv 2405.04437) does: a single cached block pins its whole group. The last group may be a smaller one.
+
+    Raises:
+      ValueError: if `blocks_per_group` is not positive.
+    """
+    require_int("blocks_per_group", blocks_per_group)
+    used = (state.pool.ref_counts > 0) | _cached(state)
+    groups = -(-state.pool.num_blocks // blocks_per_group)
+    padded = jnp.concatenate([used, jnp.zeros(groups * blocks_per_group - used.shape[0], jnp.bool)])
+    return PageGroupMetrics(
+        used_blocks=_count(used),
+        pinned=_count(jnp.any(padded.reshape(groups, blocks_per_group), axis=1)),
+        needed=(_count(used) + (blocks_per_group - 1)) // blocks_per_group,
+    )
+
+
+_BINS = 31
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Lifetimes:
+    """How long blocks were held, and how long cached blocks lay idle, in whatever unit the clock has.
+
+    Entry b of a histogram counts times of 2**b to 2**(b+1) - 1; 0 counts as 1.
+    """
+
+    since: jax.Array  # i32[num_blocks]; when each block was last taken or let go
+    held: jax.Array  # i32[31]; from being taken or hit to being let go by everybody
+    idle_until_hit: jax.Array  # i32[31]; from being let go, with a content, to being hit: the gap between two uses
+    idle_until_lost: jax.Array  # i32[31]; from being let go, with a content, to being evicted or forgotten
+
+
+def init_lifetimes(num_blocks: int, now: Int32[Array, ""]) -> Lifetimes:
+    """Nothing was seen so far; all blocks count as free since `now`."""
+    empty = jnp.zeros(_BINS, jnp.int32)
+    return Lifetimes(
+        since=jnp.full(num_blocks, now, jnp.int32),
+        held=empty,
+        idle_until_hit=jnp.copy(empty),
+        idle_until_lost=jnp.copy(empty),
+    )
+
+
+@jax.jit
+def observe_lifetimes(lifetimes: Lifetimes, before: PagedState, after: PagedState, now: Int32[Array, ""]) -> Lifetimes:
+    """Adds what ended between two states, the second of which is of the time `now`.
+
+    What begins and ends between the two is not seen, and what is let go and taken up again goes on: look as often as
+    the times that matter are long.
+    """
+    was_held, is_held = before.pool.ref_counts > 0, after.pool.ref_counts > 0
+    was_cached = _cached(before)
+    if before.contents is None or after.contents is None:
+        kept = jnp.zeros_like(was_held)
+    else:
+        kept = before.contents.records[:, 0] == after.contents.records[:, 0]
+    time = now - lifetimes.since
+    idle = ~was_held & was_cached
+    return Lifetimes(
+        since=jnp.where(was_held != is_held, now, lifetimes.since),
+        held=_add_to_bins(lifetimes.held, time, was_held & ~is_held),
+        idle_until_hit=_add_to_bins(lifetimes.idle_until_hit, time, idle & kept & is_held),
+        idle_until_lost=_add_to_bins(lifetimes.idle_until_lost, time, idle & ~kept),
+    )
+
+
+def _cached(state: PagedState) -> Bool[Array, " num_blocks"]:
+    if state.contents is None:
+        return jnp.zeros(state.pool.num_blocks, jnp.bool)
+    return state.contents.records[:, 0] != 0
+
+
+def _count(blocks: Bool[Array, " n"]) -> Int32[Array, ""]:
+    return jnp.sum(blocks, dtype=jnp.int32)
+
+
+def _add_to_bins(
+    bins: Int32[Array, " bins"], values: Int32[Array, " n"], wanted: Bool[Array, " n"]
+) -> Int32[Array, " bins"]:
+    """Counts each wanted value v in bin floor(log2(v))."""
+    exponent = 31 - jax.lax.clz(jnp.maximum(values, 1))
+    return bins.at[jnp.where(wanted, exponent, bins.shape[0])].add(1, mode="drop")
