@@ -40,6 +40,7 @@ from experiments.errors import UserError, did_you_mean
 EXPERIMENTS: Mapping[str, str] = {
     "allocator_bench": "experiments.allocator_bench",
     "capacity": "experiments.capacity",
+    "fuzz": "experiments.fuzz",
     "paged_vs_contiguous": "experiments.paged_vs_contiguous",
     "prefix_sharing": "experiments.prefix_sharing",
 }
