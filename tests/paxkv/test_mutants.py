@@ -15,7 +15,6 @@ from paxkv.memory import MapCalls
 from paxkv.outcomes import Outcome, record
 from paxkv.paged import Paged
 from paxkv.reserved import Reserved
-from tests.paxkv.oracles import lockstep
 from tests.paxkv.oracles.lockstep import MEMORIES, Lockstep, compile_operations, drive, operations
 
 MUTANTS = []
@@ -64,8 +63,8 @@ def takes_a_block_too_many_at_the_boundary(patch):
 
 @mutant("release", "paged_3_watermark")
 def leaves_the_table_of_a_released_row(patch):
-    empty_rows = block_tables.empty_rows
-    patch.setattr(block_tables, "empty_rows", lambda t, p, rows: (t, *empty_rows(t, p, rows)[1:]))
+    release = Paged.release
+    patch.setattr(Paged, "release", lambda self, state, rows: replace(release(self, state, rows), tables=state.tables))
 
 
 @mutant("release", "vattention_whole")
@@ -76,33 +75,49 @@ def masks_a_double_free(patch):
     patch.setattr(seqs, "record", forgive)
 
 
-@mutant("release", "paged_3_watermark")
-def pushes_freed_blocks_in_the_opposite_order(patch):
+def giving_back(change):
+    """A `give_back` whose ids are changed before."""
     give_back = block_pool.give_back
-    patch.setattr(block_tables, "give_back", lambda pool, ids: give_back(pool, ids[::-1]))
+    return lambda pool, ids, *of, **kw: give_back(pool, change(pool, ids), *of, **kw)
 
 
-@mutant("append", "paged_3_watermark")
-def takes_from_the_other_end_of_the_stack(patch):
+@mutant("release", "paged_3_watermark", "paged_3_fifo")
+def gives_blocks_back_in_the_opposite_order(patch):
+    patch.setattr(paged, "give_back", giving_back(lambda pool, ids: ids[::-1]))
+
+
+@mutant("release", "paged_3_watermark", "paged_3_fifo")
+def gives_blocks_back_at_the_other_end(patch):
+    def turned(pool, ids, to_back=None, **kw):
+        return give_back(pool, ids, jnp.ones(ids.shape, jnp.bool) if to_back is None else ~to_back, **kw)
+
+    give_back = block_pool.give_back
+    patch.setattr(paged, "give_back", turned)
+
+
+@mutant("append", "paged_3_watermark", "paged_3_fifo")
+def takes_from_the_other_end_of_the_queue(patch):
     take = block_pool.take
 
-    def take_oldest(pool, wanted):
-        place = jnp.arange(pool.num_blocks)
-        turned = jnp.where(place < pool.num_free, pool.free_ids[(pool.num_free - 1 - place) % pool.num_blocks], 0)
-        return take(replace(pool, free_ids=turned), wanted)
+    def take_last(pool, wanted, ranking=None):
+        where = jnp.arange(pool.queue.shape[0], dtype=jnp.int32)
+        here = (where >= pool.head) & (where < pool.tail)
+        rank = (
+            jnp.zeros(pool.num_blocks, jnp.int32)
+            .at[jnp.where(here, pool.queue, pool.num_blocks)]
+            .set(-where, mode="drop")
+        )
+        return take(pool, wanted, rank)
 
-    patch.setattr(block_tables, "take", take_oldest)
+    patch.setattr(paged, "take", take_last)
 
 
 @mutant("release", "paged_3_watermark")
 def leaks_the_last_block_of_a_row(patch):
-    give_back = block_pool.give_back
+    def all_but_one(pool, ids):
+        return ids.at[jnp.sum(ids < pool.num_blocks) - 1].set(pool.num_blocks, mode="drop")
 
-    def give_back_all_but_one(pool, ids):
-        last = jnp.sum(ids < pool.num_blocks) - 1
-        return give_back(pool, ids.at[last].set(pool.num_blocks, mode="drop"))
-
-    patch.setattr(block_tables, "give_back", give_back_all_but_one)
+    patch.setattr(paged, "give_back", giving_back(all_but_one))
 
 
 @mutant("append", "paged_3_watermark")
@@ -120,12 +135,12 @@ def stores_lengths_that_memory_could_not_serve(patch):
 def serves_the_rows_it_can_when_the_pool_is_short(patch):
     take = block_pool.take
 
-    def take_some(pool, wanted):
+    def take_some(pool, wanted, ranking=None):
         affordable = wanted & (jnp.cumsum(wanted, dtype=jnp.int32) <= pool.num_free)
         new, ids, _ = take(pool, affordable)
         return new, ids, jnp.all(affordable == wanted)
 
-    patch.setattr(block_tables, "take", take_some)
+    patch.setattr(paged, "take", take_some)
 
 
 @mutant("admit", "paged_3_watermark")
@@ -184,8 +199,8 @@ def lets_a_sequence_outgrow_its_longest_length(patch):
 
 @mutant("observe", "paged_3_watermark")
 def takes_negative_positions_from_the_end_of_the_table(patch):
-    def slot_of(tables, row, position, block_size, num_blocks):
-        block = tables.at[row, position // block_size].get(mode="fill", fill_value=num_blocks)
+    def slot_of(table, row, position, block_size, num_blocks):
+        block = table.ids.at[row, position // block_size].get(mode="fill", fill_value=num_blocks)
         return jnp.where(block < num_blocks, block * block_size + position % block_size, num_blocks * block_size)
 
     patch.setattr(block_tables, "slot_of", slot_of)
