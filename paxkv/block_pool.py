@@ -9,6 +9,7 @@ pass over the array, once for at least `num_blocks` joins.
 
 import dataclasses
 import typing
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,22 +54,31 @@ def init_block_pool(num_blocks: int) -> BlockPool:
         tail=jnp.int32(2 * num_blocks),
         behind=jnp.int32(2 * num_blocks),
         num_free=jnp.int32(num_blocks),
-        marks=jnp.stack([ids + num_blocks, jnp.zeros_like(ids)], axis=1),
+        marks=jnp.stack([ids + num_blocks, jnp.zeros_like(ids), jnp.zeros_like(ids)], axis=1),
     )
 
 
-def look_at(pool: BlockPool, ids: Int32[Array, " n"]) -> tuple[Int32[Array, " n"], Int32[Array, " n"]]:
-    """Of each block: its place in the queue, -1 if it is not free, and its references beyond the first.
+class Marks(NamedTuple):
+    """What is marked at some blocks."""
 
-    An id that is not of this pool is not free.
-    """
-    mark = pool.marks.at[ids].get(mode="fill", fill_value=-1, wrap_negative_indices=False)
-    return mark[:, 0], mark[:, 1]
+    place: Int32[Array, " n"]  # in the queue; -1 for a block that is not free, or not of this pool
+    extra_refs: Int32[Array, " n"]  # references beyond the first
+    kept: Int32[Array, " n"]  # 1 if it is worth keeping: the others are taken before it
+
+
+def look_at(pool: BlockPool, ids: Int32[Array, " n"]) -> Marks:
+    """The marks of each block."""
+    return Marks(*pool.marks.at[ids].get(mode="fill", fill_value=-1, wrap_negative_indices=False).T)
+
+
+def mark_kept(pool: BlockPool, ids: Int32[Array, " n"], kept: bool) -> BlockPool:
+    """Marks blocks as worth keeping, or no longer. The sentinel marks empty places."""
+    return dataclasses.replace(pool, marks=pool.marks.at[ids, 2].set(int(kept), mode="drop"))
 
 
 def is_free(pool: BlockPool, ids: Int32[Array, " n"]) -> Bool[Array, " n"]:
     """Whether each block is free; False for an id that is not of this pool."""
-    return look_at(pool, ids)[0] >= 0
+    return look_at(pool, ids).place >= 0
 
 
 def may_have_content(before: BlockPool, after: BlockPool) -> Bool[Array, ""]:
@@ -101,7 +111,8 @@ def take(
         queue, found = _lowest(pool, ranking, count, wanted.shape[0])
         pool = dataclasses.replace(pool, queue=queue)
     ids = found.at[jnp.where(wanted & ok, rank - 1, wanted.shape[0])].get(mode="fill", fill_value=pool.num_blocks)
-    marks = pool.marks.at[ids, 0].set(-1, mode="drop")
+    held = jnp.array([-1, 0, 0], jnp.int32)  # whatever it was kept for is about to be lost
+    marks = pool.marks.at[ids].set(jnp.broadcast_to(held, (ids.shape[0], 3)), mode="drop")
     return dataclasses.replace(pool, marks=marks, num_free=pool.num_free - count), ids, ok
 
 
@@ -158,7 +169,7 @@ def retain(pool: BlockPool, ids: Int32[Array, " n"], *, distinct: bool = False) 
       distinct: whether no block is listed twice, which spares a sort.
     """
     none, size = pool.num_blocks, pool.queue.shape[0]
-    place, extra = look_at(pool, ids)
+    place, extra, kept = look_at(pool, ids)
     mentions, last = _mentions(ids, distinct)
     free = place >= 0
     others = jnp.where(free, -1, extra)  # one less than the references it has
@@ -167,7 +178,7 @@ def retain(pool: BlockPool, ids: Int32[Array, " n"], *, distinct: bool = False) 
         queue=pool.queue.at[jnp.where(free & last, place, size)].set(none, mode="drop"),
         num_free=pool.num_free - jnp.sum(free & last, dtype=jnp.int32),
         marks=pool.marks.at[jnp.where(last, ids, none)].set(
-            jnp.stack([jnp.full_like(place, -1), others + mentions], axis=1), mode="drop"
+            jnp.stack([jnp.full_like(place, -1), others + mentions, kept], axis=1), mode="drop"
         ),
     )
 
@@ -177,6 +188,7 @@ def give_back(
     ids: Int32[Array, " n"],
     to_back: Bool[Array, " n"] | None = None,
     *,
+    kept_to_back: bool = False,
     distinct: bool = False,
 ) -> tuple[BlockPool, Bool[Array, ""]]:
     """Drops one reference to each block; a block that nobody refers to any more becomes free.
@@ -189,6 +201,7 @@ def give_back(
       pool: the pool.
       ids: a block for each reference to drop. The sentinel marks places with nothing to return.
       to_back: blocks that, if they become free, are to be taken last of all.
+      kept_to_back: whether those marked as worth keeping are, too.
       distinct: whether no block is listed twice, which spares a sort.
 
     Returns:
@@ -199,19 +212,20 @@ def give_back(
     most = jnp.minimum(jnp.sum(ids != none, dtype=jnp.int32), none)
     pool = run_if((most > pool.head) | (most > size - pool.tail), _recentre, pool)
 
-    place, extra = look_at(pool, ids)
+    place, extra, kept = look_at(pool, ids)
     mentions, last = _mentions(ids, distinct)
     left = extra + 1 - mentions
     held = (ids >= 0) & (ids < none) & (place < 0)
     ok = ~jnp.any((ids != none) & (~held | (left < 0)))
     freed = held & last & ok & (left == 0)
-    behind = freed & to_back if to_back is not None else jnp.zeros_like(freed)
+    behind = jnp.zeros_like(freed) if to_back is None else freed & to_back
+    behind = behind | (freed & (kept > 0)) if kept_to_back else behind
     before = freed & ~behind
     rank_before = jnp.cumsum(before, dtype=jnp.int32)
     rank_behind = jnp.cumsum(behind, dtype=jnp.int32)
     num_before, num_behind = rank_before[-1], rank_behind[-1]
     place = jnp.where(before, pool.head - rank_before, pool.tail + num_behind - rank_behind)
-    mark = jnp.stack([jnp.where(freed, place, -1), jnp.maximum(left - 1, 0)], axis=1)
+    mark = jnp.stack([jnp.where(freed, place, -1), jnp.maximum(left - 1, 0), kept], axis=1)
     return BlockPool(
         queue=pool.queue.at[jnp.where(freed, place, size)].set(ids, mode="drop"),
         behind=pool.behind,

@@ -180,6 +180,7 @@ def _of_contents(memory: Paged, state: PagedState) -> Counts:
         "contents_are_younger_than_their_parents": _count(cached & (content <= parent)),
         "contents_were_given_out": _count((content < 0) | (content >= contents.next_content))
         + _count(covered >= contents.next_content),
+        "cached_blocks_are_marked": _count(cached != (state.pool.marks[:, 2] == 1)),
         "uncached_blocks_have_no_record": _count(~cached[:, None] & (contents.records != 0)),
         "chains_cover_stored_tokens": _count((chain.hashed < 0) | (chain.hashed > state.seqs.lengths)),
     }

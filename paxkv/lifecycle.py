@@ -10,7 +10,7 @@ from jaxtyping import Array, Int32
 
 from paxkv import chains, prefix_cache, sharing
 from paxkv.admission import identity_of
-from paxkv.block_pool import BlockPool, give_back, is_free, retain
+from paxkv.block_pool import BlockPool, is_free, mark_kept, retain
 from paxkv.block_tables import blocks_for
 from paxkv.chain_hash import hash_of_length, seed
 from paxkv.control_flow import run_if
@@ -146,7 +146,7 @@ def reorder(memory: "Paged", state: PagedState, sources: Int32[Array, " rows"]) 
         new = jnp.concatenate([table.ids[source[at]] for table in state.tables])
         old = jnp.concatenate([table.ids[at] for table in state.tables])
         pool = retain(pool, new, distinct=True)
-        pool, _ = give_back(pool, old, memory.joins_at_back(state, old), distinct=True)
+        pool, _ = memory.give_back(pool, old, distinct=True)
         return pool, todo.at[at].set(False)
 
     pool, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), move_one, (state.pool, moved))
@@ -166,7 +166,7 @@ def end_copies(memory: "Paged", state: PagedState) -> PagedState:
     ids = jnp.concatenate([copies.sources, copies.destinations])
 
     def let_go(pool: BlockPool) -> BlockPool:
-        return give_back(pool, ids, memory.joins_at_back(state, ids))[0]
+        return memory.give_back(pool, ids)[0]
 
     pool = run_if(jnp.any(ids != memory.num_blocks), let_go, state.pool)
     empty = sharing.no_copies(copies.sources.shape[0], memory.num_blocks)
@@ -190,7 +190,7 @@ def free_out_of_view(memory: "Paged", state: PagedState) -> PagedState:
                 leaves = table.first < keep_from
                 at = jnp.where(leaves, row, memory.rows)
                 ids = table.ids.at[at, table.first].get(mode="fill", fill_value=memory.num_blocks)
-                pool, ok = give_back(pool, ids, memory.joins_at_back(state, ids))
+                pool, ok = memory.give_back(pool, ids)
                 table = dataclasses.replace(
                     table,
                     ids=table.ids.at[at, table.first].set(memory.num_blocks, mode="drop"),
@@ -212,7 +212,8 @@ def evict(memory: "Paged", state: PagedState, ids: Int32[Array, " n"]) -> PagedS
     """Forgets what these blocks hold. Held ones stay with their rows; free ones keep their place in the queue."""
     known = jnp.where((ids >= 0) & (ids < memory.num_blocks), ids, memory.num_blocks)
     config, contents = _cached(memory, state)
-    return dataclasses.replace(state, contents=prefix_cache.forget(config, contents, known)[0])
+    contents, _ = prefix_cache.forget(config, contents, known)
+    return dataclasses.replace(state, contents=contents, pool=mark_kept(state.pool, known, kept=False))
 
 
 def pin(memory: "Paged", state: PagedState, ids: Int32[Array, " n"]) -> tuple[PagedState, Int32[Array, ""]]:
@@ -245,7 +246,7 @@ def unpin(memory: "Paged", state: PagedState, ids: Int32[Array, " n"]) -> tuple[
     ok = ~jnp.any((ids != none) & ~(known & (pins.at[at].get(mode="fill", fill_value=0) >= 0)))
     pins = pins.at[jnp.where(ok, none, at)].add(1, mode="drop")  # as it was, if anything is wrong
     at = jnp.where(ok, ids, none)
-    pool, _ = give_back(state.pool, at, memory.joins_at_back(state, at))
+    pool, _ = memory.give_back(state.pool, at)
     state = dataclasses.replace(state, pool=pool, pins=pins)
     return state, jnp.where(ok, Outcome.OK, Outcome.DOUBLE_FREE).astype(jnp.int32)
 
@@ -260,7 +261,9 @@ def reset_cache(memory: "Paged", state: PagedState) -> tuple[PagedState, Int32[A
     ok = (state.pool.num_free == memory.num_blocks) & ~jnp.any(state.seqs.active)
     everything = jnp.where(ok, jnp.arange(memory.num_blocks, dtype=jnp.int32), memory.num_blocks)
     stats = dataclasses.replace(state.stats, resets=state.stats.resets + ok.astype(jnp.int32))
-    state = dataclasses.replace(state, contents=prefix_cache.forget(config, contents, everything)[0], stats=stats)
+    contents, _ = prefix_cache.forget(config, contents, everything)
+    pool = mark_kept(state.pool, everything, kept=False)
+    state = dataclasses.replace(state, contents=contents, pool=pool, stats=stats)
     return state, jnp.where(ok, Outcome.OK, Outcome.LATER).astype(jnp.int32)
 
 

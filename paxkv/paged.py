@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.paged_attention import paged_attention
 from paxkv import block_tables, chains, lifecycle, prefix_cache, publishing, sharing, swap, swap_state
 from paxkv.admission import Hit, adopt, look_up, no_hit
-from paxkv.block_pool import give_back, init_block_pool, may_have_content, take
+from paxkv.block_pool import BlockPool, give_back, init_block_pool, mark_kept, may_have_content, take
 from paxkv.block_tables import BlockTable, blocks_for
 from paxkv.cache_stats import no_stats
 from paxkv.control_flow import run_if
@@ -242,6 +242,7 @@ class Paged:
                 # A fork shorter than its parent goes on in a block that may be cached, full as the parent left it.
                 written = jnp.where(writes.keeps & served, writes.blocks, self.num_blocks)
                 state = self._forget(state, written, jnp.any(writes.keeps), counts=0)
+                state = dataclasses.replace(state, pool=mark_kept(state.pool, written, kept=False))
                 at += 1
             width = columns.shape[1]
             tables.append(block_tables.put(table, columns, ids[:, at : at + width], grows & served))
@@ -289,13 +290,12 @@ class Paged:
             state, contents=contents, stats=dataclasses.replace(state.stats, evictions=evictions)
         )
 
-    def joins_at_back(self, state: PagedState, ids: Int32[Array, " n"]) -> Bool[Array, " n"] | None:
-        """Which of these blocks join the back of the queue if they become free; None for none of them."""
-        if self.free_order == "fifo":
-            return jnp.ones(ids.shape, jnp.bool)
-        if state.contents is None:
-            return None
-        return prefix_cache.content_of(state.contents, ids) != 0
+    def give_back(
+        self, pool: BlockPool, ids: Int32[Array, " n"], *, distinct: bool = False
+    ) -> tuple[BlockPool, Bool[Array, ""]]:
+        """`block_pool.give_back` in this memory's free order."""
+        everyone = jnp.ones(ids.shape, jnp.bool) if self.free_order == "fifo" else None
+        return give_back(pool, ids, everyone, kept_to_back=self.cache is not None, distinct=distinct)
 
     @property
     def publishes(self) -> prefix_cache.Publish | None:
@@ -358,7 +358,7 @@ class Paged:
             pool, todo, bad = carry
             row = jnp.argmax(todo)
             ids = jnp.concatenate([table.ids[row] for table in state.tables])
-            pool, ok = give_back(pool, ids, self.joins_at_back(state, ids), distinct=True)
+            pool, ok = self.give_back(pool, ids, distinct=True)
             return pool, todo.at[row].set(False), bad.at[row].set(~ok)
 
         def clear_one(carry: tuple) -> tuple:

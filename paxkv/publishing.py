@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
 from paxkv import chains, prefix_cache
-from paxkv.block_pool import BlockPool, give_back, retain
+from paxkv.block_pool import BlockPool, mark_kept, retain
 from paxkv.block_tables import BlockTable
 from paxkv.outcomes import Outcome, record
 from paxkv.paged_state import PagedState
@@ -55,8 +55,10 @@ def publish(
         filled = chains.filled_rows(config, extension.chains, table, extension.filled[g], g)
         contents, ids, holders = prefix_cache.publish(config, contents, filled, width)
         unpublished += jnp.sum(filled.valid & (ids == BROKEN), dtype=jnp.int32)
+        own = filled.valid & (ids != BROKEN) & (holders == filled.blocks)
+        pool = mark_kept(pool, jnp.where(own, filled.blocks, memory.num_blocks), kept=True)
         if config.duplicates == "merge":
-            table, pool = _merge(table, pool, row, index, filled, holders, memory.free_order == "fifo")
+            table, pool = _merge(memory, table, pool, row, index, filled, holders)
         is_last = filled.valid
         if filled.starts is not None:
             is_last &= jnp.concatenate([row[1:] != row[:-1], jnp.ones(1, jnp.bool)]) | ~jnp.concatenate(
@@ -76,18 +78,18 @@ def publish(
 
 
 def _merge(
+    memory: "Paged",
     table: BlockTable,
     pool: BlockPool,
     row: Int32[Array, " n"],
     index: Int32[Array, " n"],
     filled: prefix_cache.Filled,
     holders: Int32[Array, " n"],
-    to_back: bool,
 ) -> tuple[BlockTable, BlockPool]:
     """Points the tables to the blocks that hold the same already, and gives the rows' own ones back."""
     none = pool.num_blocks
     merged = filled.valid & (holders != filled.blocks)
     pool = retain(pool, jnp.where(merged, holders, none))
-    pool, _ = give_back(pool, jnp.where(merged, filled.blocks, none), merged if to_back else None)
+    pool, _ = memory.give_back(pool, jnp.where(merged, filled.blocks, none))
     at = jnp.where(merged, row, table.ids.shape[0])
     return dataclasses.replace(table, ids=table.ids.at[at, index].set(holders, mode="drop")), pool

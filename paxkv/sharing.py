@@ -76,7 +76,7 @@ def tail_writes(
     same = (block[:, None] == block[None, :]) & (block != none)[:, None]
     writers = jnp.sum(same, axis=1, dtype=jnp.int32)
     last = ~jnp.any(same & (row[None, :] > row[:, None]), axis=1)
-    references = 1 + look_at(pool, block)[1]
+    references = 1 + look_at(pool, block).extra_refs
     keeps = (writers == references) & last
     return TailWrites(block, copies=(block != none) & ~keeps, keeps=(block != none) & keeps)
 
