@@ -168,5 +168,6 @@ def adopt(
         memory.layer_groups[0].block_size,
         hit.missed,
         ok & content.lookup,
+        groups=len(memory.layer_groups),
     )
     return dataclasses.replace(state, pool=pool, tables=tuple(tables), contents=contents, chains=chain, stats=stats)

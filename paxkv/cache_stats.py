@@ -16,7 +16,8 @@ class CacheStats:
 
     A request counts when it is admitted. One that was preempted and comes back is counted apart: it mostly hits what
     it left behind itself, which says nothing of the workload. Tokens that were not hit are counted under one reason
-    each; the reasons are of first admissions, and but for the first two they are zero unless misses are explained.
+    each; the reasons are of first admissions, and count whole blocks but for the first. `evicted` and `other_key` stay
+    zero unless misses are explained, and miss what was forgotten of too many old keys: that is `cold`.
     """
 
     queries: jax.Array  # tokens of requests admitted for the first time
@@ -25,6 +26,7 @@ class CacheStats:
     resumed_hits: jax.Array
     below_block: jax.Array  # in the last block of the prompt, which they do not fill
     last_token: jax.Array  # in a block that is cached, but holds the last token, which must be computed
+    alignment: jax.Array  # in a block that is cached, but groups of layers agree on a shorter prefix only
     hole: jax.Array  # in a block that is cached, but one before it is not
     evicted: jax.Array  # in a block that was cached once
     other_key: jax.Array  # in a block that is or was cached for another adapter, salt or epoch
@@ -55,17 +57,23 @@ def count_admission(
     block_size: int,
     missed: MissedBlocks,
     ok: Bool[Array, ""],
+    groups: int = 1,
 ) -> CacheStats:
-    """Counts a prompt of `tokens` tokens of which `hit_tokens` were found; nothing unless `ok`."""
+    """Counts a prompt of `tokens` tokens of which `hit_tokens` were found; nothing unless `ok`.
+
+    The blocks are those of the first of `groups` groups of layers.
+    """
     block = jnp.arange(missed.cached.shape[0], dtype=jnp.int32)
     full = tokens // block_size
     unhit = (block >= hit_tokens // block_size) & (block < full)
     holds_last = (block + 1) * block_size == tokens
+    without_hole = jnp.cumsum(unhit & ~missed.cached, dtype=jnp.int32) == 0
     first = ok & ~resumed
     left = unhit
     counts = {}
     for name, is_so in (
         ("last_token", missed.cached & holds_last & (block == hit_tokens // block_size)),
+        ("alignment", missed.cached & without_hole & (groups > 1)),
         ("hole", missed.cached),
         ("evicted", missed.was_cached),
         ("other_key", missed.known),
@@ -73,12 +81,7 @@ def count_admission(
     ):
         counts[name] = block_size * jnp.sum(left & is_so, dtype=jnp.int32)
         left = left & ~is_so
-    counts["below_block"] = tokens % block_size
-    now = {
-        "queries": tokens,
-        "hits": hit_tokens,
-        **counts,
-    }
+    now = {"queries": tokens, "hits": hit_tokens, "below_block": tokens % block_size, **counts}
     changes = {name: getattr(stats, name) + jnp.where(first, value, 0) for name, value in now.items()}
     again = ok & resumed
     return dataclasses.replace(

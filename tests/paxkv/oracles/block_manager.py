@@ -96,6 +96,8 @@ class BlockManager(Blocks):
                 continue
             if cached[index] and index == hit // size and (index + 1) * size == known:
                 count.last_token += size
+            elif all(cached[hit // size : index + 1]) and len(self.knobs.layers) > 1:
+                count.alignment += size
             elif cached[index]:
                 count.hole += size
             elif path in self.once_cached:

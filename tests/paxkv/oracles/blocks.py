@@ -141,6 +141,7 @@ class Statistics:
     resumed_hits: int = 0
     below_block: int = 0
     last_token: int = 0
+    alignment: int = 0
     hole: int = 0
     evicted: int = 0
     other_key: int = 0
