@@ -6,11 +6,15 @@ down to blocks first changes nothing: floor(floor(a / b) / c) = floor(a / (b * c
 """
 
 import dataclasses
+from collections.abc import Sequence
 from fractions import Fraction
+
+import jax.numpy as jnp
 
 from paxkv.model_shapes import KVShape, model_shape
 from paxkv.page_groups import PageGroups
 from paxkv.sizes import parse_fraction, parse_size, require_int
+from paxkv.windows import Group
 
 __all__ = [
     "BlockPlan",
@@ -26,6 +30,8 @@ __all__ = [
     "parse_fraction",
     "parse_size",
     "plan_blocks",
+    "pool_concurrency",
+    "request_blocks",
     "reserved_concurrency",
     "slack_slots",
     "tokens_in",
@@ -149,6 +155,25 @@ def expected_concurrency(shape: KVShape, kv_bytes: int, mean_tokens: int | Fract
     """
     num_blocks = require_int("kv_bytes", kv_bytes) // shape.block_bytes(block_size)
     return num_blocks / expected_blocks(mean_tokens, block_size)
+
+
+def request_blocks(groups: Sequence[Group], tokens: int, max_chunk: int | None = None) -> int:
+    """Most blocks that a request of `tokens` tokens comes to hold at once, over all groups of layers.
+
+    Args:
+        groups: of layers that see the same tokens; see `windows.Group`.
+        tokens: that the request has stored at its end.
+        max_chunk: most tokens that it stores in a step, which are in flight while blocks leave the window; None for
+            any number.
+    """
+    require_int("tokens", tokens)
+    chunk = tokens if max_chunk is None else require_int("max_chunk", max_chunk)
+    return sum(int(group.most_blocks(jnp.int32(tokens), chunk)) for group in groups)
+
+
+def pool_concurrency(num_blocks: int, groups: Sequence[Group], tokens: int, max_chunk: int | None = None) -> Fraction:
+    """Requests of `tokens` tokens each that a pool of `num_blocks` blocks holds at once; see `request_blocks`."""
+    return Fraction(require_int("num_blocks", num_blocks), request_blocks(groups, tokens, max_chunk))
 
 
 def reserved_concurrency(shape: KVShape, kv_bytes: int, max_tokens: int) -> Fraction:
