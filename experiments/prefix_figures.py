@@ -29,6 +29,9 @@ GLOSSARY: Mapping[str, str] = {
     "most_sharers": "Prompts that hold the same block then.",
 }
 
+STYLES = plots.memory_styles(("lru", "lfu", "fifo", "priority"))
+GREY = "#999999"
+
 
 def tables(results: Results) -> list[Table]:
     """A line a configuration; where prompts were held together, what they shared as well."""
@@ -70,40 +73,46 @@ def _held_together(found: Mapping[str, object]) -> list[str]:
 
 
 def figures(run_path: pathlib.Path) -> list[plots.Figure]:
-    """Hit rate over cache size, hit rate by block size, and blocks stored against blocks asked for."""
+    """Hit rate over cache size and by block size, where there are several, and blocks stored against blocks asked."""
     caches = files.read_parquet(run_path / "caches.parquet")
     prompts = files.read_parquet(run_path / "prompts.parquet")
-    found = [_by_block_size(caches), _stored(caches, prompts)]
-    return [_by_cache_size(caches), *found] if caches["cache_tokens"].n_unique() > 2 else found
+    found: list[plots.Figure] = []
+    if caches["cache_tokens"].n_unique() > 2:
+        found.append(_by_cache_size(caches))
+    if caches["block_size"].n_unique() > 1:
+        found.append(_by_block_size(caches))
+    return [*found, _stored(caches, prompts)]
 
 
 def _by_cache_size(caches: pl.DataFrame) -> plots.Figure:
-    sizes = caches["block_size"].unique(maintain_order=True).to_list()
-    columns = min(2, len(sizes))
-    figure, grid = plots.canvas(-(-len(sizes) // columns), columns, height=2.9, sharex=True, sharey=True, squeeze=False)
-    finite = caches.filter(pl.col("cache_tokens").is_not_null())
-    styles = plots.memory_styles(finite["eviction"].unique(maintain_order=True))
-    for axes, block_size in zip(grid.flat, sizes, strict=False):
-        own = finite.filter(pl.col("block_size") == block_size).sort("cache_tokens")
-        for eviction, style in styles.items():
-            line = own.filter(pl.col("eviction") == eviction)
-            axes.plot(line["cache_tokens"], line["block_hit_rate"], marker="o", markersize=3.5, **style)
-        best = own.unique("cache_tokens", keep="first").sort("cache_tokens")
+    block_sizes = caches["block_size"].unique().sort().to_list()
+    columns = min(2, len(block_sizes))
+    figure, grid = plots.canvas(
+        -(-len(block_sizes) // columns), columns, height=2.9, sharex=True, sharey=True, squeeze=False
+    )
+    sizes = caches["cache_tokens"].drop_nulls().unique().sort().to_list()
+    for axes, block_size in zip(grid.flat, block_sizes, strict=False):
+        own = caches.filter(pl.col("block_size") == block_size).sort("cache_tokens")
+        finite = own.filter(pl.col("cache_tokens").is_not_null())
+        for eviction, style in STYLES.items():
+            line = finite.filter(pl.col("eviction") == eviction)
+            if len(line):
+                axes.plot(line["cache_tokens"], line["block_hit_rate"], marker="o", markersize=3.5, **style)
+        best = finite.unique("cache_tokens", keep="first", maintain_order=True)
         axes.plot(best["cache_tokens"], best["optimal_block_hit_rate"], color=plots.INK, linestyle=":", label="optimum")
-        for rate in caches.filter(pl.col("cache_tokens").is_null(), pl.col("block_size") == block_size)[
-            "block_hit_rate"
-        ]:
-            axes.axhline(rate, color="#8a9199", linewidth=1, label="without bound")
+        for rate in own.filter(pl.col("cache_tokens").is_null())["block_hit_rate"]:
+            axes.axhline(rate, color=GREY, linewidth=1, label="without bound")
         axes.set_title(f"blocks of {block_size}")
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
+        axes.set_xscale("log")
+        axes.set_xticks(sizes, [_size(size) for size in sizes])
+        axes.minorticks_off()
         axes.set_ylim(bottom=0)
-        axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+        axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
     for axes in grid[-1]:
         axes.set_xlabel("cache size in tokens")
     for axes in grid[:, 0]:
         axes.set_ylabel("block hit rate")
-    for axes in list(grid.flat)[len(sizes) :]:
+    for axes in list(grid.flat)[len(block_sizes) :]:
         axes.set_visible(False)
     figure.legend(*grid[0, 0].get_legend_handles_labels(), loc="outside upper left", ncols=6)
     return plots.Figure(
@@ -116,22 +125,29 @@ def _by_cache_size(caches: pl.DataFrame) -> plots.Figure:
 def _by_block_size(caches: pl.DataFrame) -> plots.Figure:
     """Groups of bars; of the finite sizes the smallest, where policies differ most."""
     smallest = caches["cache_tokens"].min()
-    shown = caches.filter(pl.col("cache_tokens").is_null() | (pl.col("cache_tokens") == smallest))
-    bounded = pl.col("cache_tokens").is_not_null()
-    shown = shown.with_columns(label=pl.when(bounded).then("eviction").otherwise(pl.lit("without bound")))
-    sizes = caches["block_size"].unique(maintain_order=True).to_list()
-    labels = shown["label"].unique(maintain_order=True).to_list()
+    bars = {
+        **{
+            eviction: (
+                style["color"],
+                caches.filter(pl.col("eviction") == eviction, pl.col("cache_tokens") == smallest),
+            )
+            for eviction, style in STYLES.items()
+            if smallest is not None
+        },
+        "without bound": (GREY, caches.filter(pl.col("cache_tokens").is_null())),
+    }
+    bars = {label: (color, shown) for label, (color, shown) in bars.items() if len(shown)}
+    sizes = caches["block_size"].unique().sort().to_list()
     figure, axes = plots.canvas(height=2.9)
-    width = 0.8 / len(labels)
-    for index, (label, style) in enumerate(plots.memory_styles(labels).items()):
-        bars = shown.filter(pl.col("label") == label)
-        at = [sizes.index(size) - 0.4 + width * (index + 0.5) for size in bars["block_size"]]
-        axes.bar(at, bars["token_hit_rate"], width=0.92 * width, color=style["color"], label=label)
+    width = 0.8 / len(bars)
+    for index, (label, (color, shown)) in enumerate(bars.items()):
+        at = [sizes.index(size) - 0.4 + width * (index + 0.5) for size in shown["block_size"]]
+        axes.bar(at, shown["token_hit_rate"], width=0.92 * width, color=color, label=label)
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     axes.grid(axis="x", visible=False)
     axes.set_xlabel("block size in tokens")
     axes.set_ylabel("token hit rate")
-    axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0))
+    axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
     plots.legend(axes)
     words = "" if smallest is None else f" Bars of a policy are of a cache of {smallest:,} tokens."
     return plots.Figure(
@@ -142,27 +158,42 @@ def _by_block_size(caches: pl.DataFrame) -> plots.Figure:
 
 
 def _stored(caches: pl.DataFrame, prompts: pl.DataFrame) -> plots.Figure:
-    """One line a block size, of the largest cache and the first policy."""
-    largest = caches.sort("cache_tokens", descending=True, nulls_last=False, maintain_order=True)
-    chosen = largest.unique("block_size", keep="first", maintain_order=True).sort("block_size")
+    """One line a cache size, of the first block size and the first policy that it has."""
+    first = caches.row(0, named=True)
+    chosen = caches.filter(
+        pl.col("block_size") == first["block_size"],
+        (pl.col("eviction") == first["eviction"]) | pl.col("cache_tokens").is_null(),
+    )
+    labels = {
+        name: "without bound" if size is None else f"{_size(size)} tokens"
+        for name, size in chosen.select("cache", "cache_tokens").iter_rows()
+    }
     figure, axes = plots.canvas(height=3.4)
-    names = {row["cache"]: f"blocks of {row['block_size']}" for row in chosen.iter_rows(named=True)}
-    for (name, label), style in zip(names.items(), plots.memory_styles(names.values()).values(), strict=True):
+    most = 0
+    for (name, label), style in zip(labels.items(), plots.memory_styles(labels.values()).values(), strict=True):
         own = prompts.filter(pl.col("cache") == name)
-        blocks = own.select(
-            asked=pl.col("blocks").cum_sum(), stored=(pl.col("blocks") - pl.col("hit_blocks")).cum_sum()
+        asked, stored = (
+            pl.concat([pl.Series([0]), column.cast(pl.Int64).cum_sum()])
+            for column in (own["blocks"], own["blocks"] - own["hit_blocks"])
         )
-        blocks = blocks.gather_every(max(1, len(blocks) // 400))  # more points than a line can show
-        axes.plot(blocks["asked"], blocks["stored"], **style | {"label": label})
-    end = prompts.group_by("cache").agg(pl.col("blocks").sum()).filter(pl.col("cache").is_in(list(names)))["blocks"]
-    axes.plot([0, end.max()], [0, end.max()], color="#8a9199", linewidth=1, label="nothing shared")
+        step = max(1, len(asked) // 400)  # more points than a line can show
+        axes.plot(asked[::step], stored[::step], **style | {"label": label})
+        most = max(most, asked[-1])
+    axes.plot([0, most], [0, most], color=GREY, linewidth=1, label="nothing shared")
     axes.set_xlabel("blocks asked for, from the first prompt on")
     axes.set_ylabel("blocks stored anew")
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(matplotlib.ticker.EngFormatter(sep=""))
-    plots.legend(axes)
+    figure.legend(*axes.get_legend_handles_labels(), loc="outside upper left", ncols=5)
+    policy = "" if first["cache_tokens"] is None else f", evicted by {first['eviction']}"
     return plots.Figure(
         "Blocks stored against blocks asked for",
-        "What lies below the line of nothing shared was saved. Each line is of the largest cache of its block size.",
+        f"What lies below the line of nothing shared was saved. Blocks of {first['block_size']} tokens{policy}.",
         figure,
     )
+
+
+def _size(tokens: int) -> str:
+    if tokens % 1024 == 0:
+        return f"{tokens // 1024}Ki"
+    return f"{tokens / 10**6:g}M" if tokens >= 10**6 else f"{tokens / 1000:g}k"

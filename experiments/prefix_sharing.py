@@ -53,6 +53,8 @@ class Config:
       evictions: which cached block makes way. A trace gives its prompts no priorities: `priority` is `lru` there.
       cache_tokens: sizes of the cache in tokens, so that block sizes are compared at equal memory. `unbounded` never
         evicts, and is computed once for all policies.
+      crossed: whether every policy meets every block size. Otherwise the policies are compared with blocks of the
+        first size, and the block sizes under the first policy.
       resident: most prompts held at a time. The oldest makes way for the next one.
       chunk_tokens: tokens stored in one call: costs time, changes no result.
       kv_model: whose keys and values the bytes are of.
@@ -68,6 +70,7 @@ class Config:
     block_sizes: tuple[int, ...] = (8, 16, 32, 64)
     evictions: tuple[Eviction, ...] = ("lru", "lfu", "fifo", "priority")
     cache_tokens: tuple[int | Literal["unbounded"], ...] = ("unbounded",)
+    crossed: bool = True
     resident: int = 1
     chunk_tokens: int = 1024
     kv_model: str = "Llama-3-8B"
@@ -80,6 +83,7 @@ def cases(config: Config) -> list[Case]:
         Case(block_size, "lru", None) if size == "unbounded" else Case(block_size, eviction, size)
         for block_size in config.block_sizes
         for eviction in config.evictions
+        if config.crossed or block_size == config.block_sizes[0] or eviction == config.evictions[0]
         for size in config.cache_tokens
     )
     return list(dict.fromkeys(every))

@@ -109,6 +109,11 @@ def test_every_configuration_is_a_part_once_and_one_without_bound_serves_all_pol
     assert experiment.parts(config) == ["block8-unbounded", "block8-fifo-96", "block8-priority-96"]
 
 
+def test_policies_and_block_sizes_that_are_not_crossed_meet_the_first_of_the_others():
+    config = dataclasses.replace(CONFIG, evictions=("fifo", "lru"), cache_tokens=(96,), crossed=False)
+    assert experiment.parts(config) == ["block4-fifo-96", "block4-lru-96", "block8-fifo-96"]
+
+
 @pytest.mark.parametrize("eviction", ["lru", "lfu", "fifo", "priority"])
 def test_sizes_of_one_policy_share_a_memory_as_large_as_the_largest(eviction):
     prompts = Prompts(np.zeros((3, 9), np.int32), 1, np.array([5, 8, 9], np.int32), np.zeros(3, np.int32))
@@ -179,6 +184,9 @@ def test_fifty_requests_with_a_thousand_tokens_in_common_store_62_blocks_once(tm
     assert found["peak_bytes_saved"] == 62 * 49 * 16 * 131_072
     # 1,200 tokens are 75 blocks; 13 of them are a request's own.
     assert found["peak_blocks_held"] == 62 + 50 * 13
+    with plots.style():
+        (figure,) = experiment.figures(tmp_path / "run")  # one size is no axis
+    assert figure.title == "Blocks stored against blocks asked for"
     _, together = experiment.tables(results)
     assert together.rows == [
         ["block16-unbounded", "62 stored once instead of 50 times", "712", "3,750", "3,038", "5.93"],
