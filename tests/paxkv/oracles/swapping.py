@@ -215,10 +215,9 @@ class SwapTwins(Twins):
         host = jax.tree.map(np.asarray, self.jitted.state.swap)
         queue = host.pool.queue[int(host.pool.head) : int(host.pool.tail)].tolist()
         free = [block for block in queue if block != none]
-        references = np.where(np.isin(np.arange(none), free), 0, 1 + host.pool.marks[:, 1]).tolist()
         for name, value, wanted in (
             ("free", free, list(plain.host_free)),
-            ("references", references, plain.host_references),
+            ("references", host.pool.ref_counts.tolist(), plain.host_references),
             ("parked", host.parked.tolist(), [parked is not None for parked in plain.places]),
             ("lengths", host.lengths.tolist(), [parked.length if parked else 0 for parked in plain.places]),
             ("promised", host.promised.tolist(), [parked.promised if parked else 0 for parked in plain.places]),
@@ -255,8 +254,10 @@ class SwapDriver(Driver):
         self.parked: dict[int, tuple[list[int], list[int]]] = {}  # by place: tokens to publish, tokens to come
 
     def swap_out(self, rng: random.Random) -> None:
-        rows = [row for row in range(self.memory.rows) if self.plain.is_live(row) or rng.random() < 0.03]
-        chosen = [row for row in rows if rng.random() < 0.4] or rows[:1]
+        if rng.random() < 0.7:
+            self.twins.both("background", plain="free_out_of_view")
+        rows = [row for row in range(self.memory.rows) if self.plain.length(row) or rng.random() < 0.03]
+        chosen = [row for row in rows if rng.random() < 0.5] or rows[:1]
         places, outcome, _ = self.twins.both("swap_out", [row in chosen for row in range(self.memory.rows)])
         for row in chosen if outcome == OK else []:
             self.parked[places[row]] = self.unpublished[row], self.to_come[row]
