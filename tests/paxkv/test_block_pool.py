@@ -10,11 +10,22 @@ import numpy as np
 import pytest
 
 from paxkv import block_pool
-from paxkv.block_pool import BlockPool, give_back, init_block_pool, is_free, look_at, may_have_content, retain, take
+from paxkv.block_pool import (
+    BlockPool,
+    give_back,
+    init_block_pool,
+    is_free,
+    look_at,
+    mark_kept,
+    may_have_content,
+    retain,
+    take,
+)
 
 QUICKLY = {"xla_backend_optimization_level": 0}  # compiling takes longer than all the tests run
 TAKE = jax.jit(take, compiler_options=QUICKLY)
-GIVE_BACK = jax.jit(give_back, static_argnames="distinct", compiler_options=QUICKLY)
+GIVE_BACK = jax.jit(give_back, static_argnames=("distinct", "kept_to_back"), compiler_options=QUICKLY)
+MARK_KEPT = jax.jit(mark_kept, static_argnums=2)
 RETAIN = jax.jit(retain, static_argnames="distinct", compiler_options=QUICKLY)
 NUM_BLOCKS = 7
 WIDTH = 9  # places in a call: more than there are blocks
@@ -166,6 +177,32 @@ def test_sentinels_are_places_with_nothing_to_retain_or_give_back():
     pool, ok = GIVE_BACK(GIVE_BACK(pool, apart)[0], apart)
     assert bool(ok)
     assert free_list(pool) == [0, 2, 3, 4, 5, 6]
+
+
+# ---- blocks worth keeping ------------------------------------------------------------------------------------------
+
+
+def test_blocks_worth_keeping_join_the_back_where_asked_to_and_the_others_the_front():
+    pool = MARK_KEPT(taken(5), places(1, 4, NUM_BLOCKS), True)
+    pool, ok = GIVE_BACK(pool, places(0, 1, 2, 4), kept_to_back=True)
+    assert bool(ok)
+    assert free_list(pool) == [2, 0, 5, 6, 4, 1]
+    plain, _ = GIVE_BACK(MARK_KEPT(taken(5), places(1, 4), True), places(0, 1, 2, 4))
+    assert free_list(plain) == [4, 2, 1, 0, 5, 6]
+
+
+def test_a_block_stays_worth_keeping_until_it_is_taken_or_said_not_to_be():
+    kept = jax.jit(lambda pool: look_at(pool, jnp.arange(NUM_BLOCKS, dtype=jnp.int32)).kept)
+    pool = MARK_KEPT(taken(5), places(1, 2, 4), True)
+    pool = MARK_KEPT(pool, places(2), False)
+    pool, _ = GIVE_BACK(pool, places(1, 2, 4), kept_to_back=True)
+    pool = RETAIN(pool, places(1))  # found in the queue, and given back again
+    assert np.asarray(kept(pool)).tolist() == [0, 1, 0, 0, 1, 0, 0]
+    pool, _ = GIVE_BACK(pool, places(1), kept_to_back=True)
+    assert free_list(pool) == [2, 5, 6, 4, 1]
+    pool, ids, _ = TAKE(pool, wanted(4))
+    assert np.asarray(ids)[:4].tolist() == [2, 5, 6, 4]
+    assert np.asarray(kept(pool)).tolist() == [0, 1, 0, 0, 0, 0, 0]
 
 
 # ---- refusal -------------------------------------------------------------------------------------------------------
@@ -368,11 +405,14 @@ def test_random_operations_agree_when_the_queue_moves_in_small_windows(monkeypat
 # ---- room on both sides --------------------------------------------------------------------------------------------
 
 
+HELD = [-1, 2, 1]  # marks of a block with three references that is worth keeping
+
+
 def with_queue(num_blocks: int, head: int, ids: list[int], behind: int) -> BlockPool:
     """A pool whose queue begins at `head` with these ids and holes; the other blocks are held, and rubbish is left."""
     queue = np.arange(3 * num_blocks, dtype=np.int32) % num_blocks
     queue[head : head + len(ids)] = ids
-    marks = np.tile(np.array([[-1, 0]], np.int32), (num_blocks, 1))
+    marks = np.tile(np.array([HELD], np.int32), (num_blocks, 1))
     for place, block in enumerate(ids):
         if block < num_blocks:
             marks[block, 0] = head + place
@@ -408,7 +448,7 @@ def test_moving_to_the_middle_keeps_order_and_places_and_closes_holes(num_blocks
         for place, block in enumerate(order):
             assert pool.marks[block, 0] == num_blocks + place
         held = sorted(set(range(num_blocks)) - set(order))
-        np.testing.assert_array_equal(pool.marks[held], np.tile([[-1, 0]], (len(held), 1)))
+        np.testing.assert_array_equal(pool.marks[held], np.tile([HELD], (len(held), 1)))
 
 
 @pytest.mark.parametrize("to_back", [False, True])
