@@ -86,8 +86,10 @@ class Config:
             )
         if self.scale < 1 or self.repeats < 1:
             raise ValueError(f"scale, repeats: expected at least 1, got {self.scale} and {self.repeats}")
-        if self.prompts < 4:
-            raise ValueError(f"prompts: expected at least 4, of which a short scan takes a quarter, got {self.prompts}")
+        if not 4 <= self.prompts <= self.rows:
+            raise ValueError(
+                f"prompts: expected 4 (of which a short scan takes a quarter) to rows = {self.rows}, got {self.prompts}"
+            )
         needed = self.prompts * -(-self.prompt_tokens // self.block_size)
         if needed > self.num_blocks:
             raise ValueError(
@@ -115,7 +117,7 @@ def cases(config: Config, scale: int) -> list[Case]:
     steps = (config.short_steps, config.long_steps)
 
     prompts = Paged(
-        rows=config.prompts,
+        rows=config.rows,
         max_len=config.prompt_tokens,
         block_size=config.block_size,
         num_blocks=num_blocks,

@@ -59,7 +59,7 @@ def cached_prompts(memory: Paged, tokens: jax.Array) -> tuple[PagedState, PagedS
     """Every prompt stored in a row of its own and published, and the same when all rows were released.
 
     Args:
-      memory: with a prefix cache, and as many rows as there are prompts.
+      memory: with a prefix cache, and a row for each prompt.
       tokens: i32[prompts, prompt_tokens].
     """
     state, length = memory.init(), tokens.shape[1]
@@ -68,12 +68,12 @@ def cached_prompts(memory: Paged, tokens: jax.Array) -> tuple[PagedState, PagedS
     row = jnp.arange(memory.rows, dtype=jnp.int32)
     for i, prompt in enumerate(tokens):
         state, _, outcome = admit(state, _ask(prompt))
-        _require_ok(outcome, f"room for {memory.rows} prompts")
+        _require_ok(outcome, f"room for {len(tokens)} prompts")
         state, outcome = append(state, jnp.where(row == i, length, 0), length)
-        _require_ok(outcome, f"blocks for {memory.rows} prompts")
+        _require_ok(outcome, f"blocks for {len(tokens)} prompts")
         cu_lens = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(jnp.where(row == i, length, 0))])
         state = publish(state, prompt, cu_lens, length)
-    return state, jax.jit(memory.release)(state, row >= 0)
+    return state, jax.jit(memory.release)(state, row < len(tokens))
 
 
 def admit_scan(memory: Paged, tokens: jax.Array) -> Callable[[PagedState], PagedState]:

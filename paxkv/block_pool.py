@@ -170,7 +170,7 @@ def retain(pool: BlockPool, ids: Int32[Array, " n"], *, distinct: bool = False) 
     """
     none, size = pool.num_blocks, pool.queue.shape[0]
     place, extra, kept = look_at(pool, ids)
-    mentions, last = _mentions(ids, distinct)
+    mentions, last = count_mentions(ids, distinct=distinct)
     free = place >= 0
     others = jnp.where(free, -1, extra)  # one less than the references it has
     return dataclasses.replace(
@@ -213,7 +213,7 @@ def give_back(
     pool = run_if((most > pool.head) | (most > size - pool.tail), _recentre, pool)
 
     place, extra, kept = look_at(pool, ids)
-    mentions, last = _mentions(ids, distinct)
+    mentions, last = count_mentions(ids, distinct=distinct)
     left = extra + 1 - mentions
     held = (ids >= 0) & (ids < none) & (place < 0)
     ok = ~jnp.any((ids != none) & (~held | (left < 0)))
@@ -236,7 +236,7 @@ def give_back(
     ), ok
 
 
-def _mentions(ids: Int32[Array, " n"], distinct: bool) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
+def count_mentions(ids: Int32[Array, " n"], *, distinct: bool = False) -> tuple[Int32[Array, " n"], Bool[Array, " n"]]:
     """How often each block is listed, and which place is the last to do so."""
     if distinct:
         return jnp.ones_like(ids), jnp.ones(ids.shape, jnp.bool)

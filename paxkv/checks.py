@@ -82,7 +82,8 @@ def _of_seqs(memory: KVMemory[Any], seqs: Seqs) -> Counts:
 
 def _of_paged(memory: Paged, state: PagedState) -> Counts:
     pool, none = state.pool, memory.num_blocks
-    mentions = sum((_mentions(table.ids, none) for table in state.tables), jnp.zeros(none, jnp.int32))
+    entries = sum((_mentions(table.ids, none) for table in state.tables), jnp.zeros(none, jnp.int32))
+    mentions = entries
     if state.copies is not None:
         mentions += _mentions(state.copies.sources, none) + _mentions(state.copies.destinations, none)
     if state.pins is not None:
@@ -93,6 +94,7 @@ def _of_paged(memory: Paged, state: PagedState) -> Counts:
         "tables_cover_lengths": jnp.int32(0),
         "tables_hold_no_old_ids": jnp.int32(0),
         "no_block_twice_in_a_table": jnp.int32(0),
+        "shared_blocks_hold_tokens": jnp.int32(0),
         "shared_blocks_are_full_unless_forked": jnp.int32(0),
     }
     for group, table in zip(memory.layer_groups, state.tables, strict=True):
@@ -103,13 +105,14 @@ def _of_paged(memory: Paged, state: PagedState) -> Counts:
         in_order = jnp.sort(table.ids, axis=1)
         out_of_view = (group.out_of_view(state.seqs.lengths) // group.block_size)[:, None]
         full = (column + 1) * group.block_size <= state.seqs.lengths[:, None]
-        shared = extra.at[table.ids].get(mode="fill", fill_value=0) > 0
+        shared = entries.at[table.ids].get(mode="fill", fill_value=0) > 1
         counts["tables_cover_lengths"] += _count(needed & ~known & (column >= out_of_view)) + _count(filled & ~known)
         counts["tables_hold_no_old_ids"] += _count(~filled & (table.ids != none)) + _count(
             (table.first < 0) | (table.first > table.end) | (~state.seqs.active & (table.end != 0))
         )
         counts["no_block_twice_in_a_table"] += _count((in_order[:, 1:] == in_order[:, :-1]) & (in_order[:, 1:] < none))
-        if state.copies is None and state.pins is None:
+        counts["shared_blocks_hold_tokens"] += _count(shared & filled & ~needed)
+        if state.copies is None:
             counts["shared_blocks_are_full_unless_forked"] += _count(shared & filled & ~full)
     if memory.cache is not None:
         counts |= _of_contents(memory, state)

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Bool, Int32
 
 from paxkv import chains, prefix_cache, sharing
 from paxkv.admission import identity_of
 from paxkv.block_pool import BlockPool, is_free, mark_kept, retain
-from paxkv.block_tables import blocks_for
+from paxkv.block_tables import BlockTable, blocks_for
 from paxkv.chain_hash import hash_of_length, seed
 from paxkv.control_flow import run_if
 from paxkv.memory import Content
@@ -140,10 +140,17 @@ def reorder(memory: "Paged", state: PagedState, sources: Int32[Array, " rows"]) 
     faults = record(seqs.faults, Outcome.OUT_OF_RANGE, wrong)
     moved &= ~jnp.any(wrong)
 
+    # What the source was given for tokens to come stays its own: no two rows may write into a block.
+    taken = []
+    for group, table in zip(memory.layer_groups, state.tables, strict=True):
+        end = jnp.minimum(table.end, blocks_for(seqs.lengths, group.block_size))
+        column = jnp.arange(table.ids.shape[1], dtype=jnp.int32)[None, :]
+        taken.append(BlockTable(jnp.where(column < end[:, None], table.ids, none), jnp.minimum(table.first, end), end))
+
     def move_one(carry: tuple) -> tuple:
         pool, todo = carry
         at = jnp.argmax(todo)
-        new = jnp.concatenate([table.ids[source[at]] for table in state.tables])
+        new = jnp.concatenate([table.ids[source[at]] for table in taken])
         old = jnp.concatenate([table.ids[at] for table in state.tables])
         pool = retain(pool, new, distinct=True)
         pool, _ = memory.give_back(pool, old, distinct=True)
@@ -151,11 +158,15 @@ def reorder(memory: "Paged", state: PagedState, sources: Int32[Array, " rows"]) 
 
     pool, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), move_one, (state.pool, moved))
     source = jnp.where(moved, source, row)
+
+    def take_over(old: jax.Array, new: jax.Array) -> jax.Array:
+        return jnp.where(moved.reshape(-1, *[1] * (old.ndim - 1)), new[source], old)
+
     return dataclasses.replace(
         state,
         seqs=dataclasses.replace(seqs, promised=seqs.promised[source], faults=faults),
         pool=pool,
-        tables=jax.tree.map(lambda leaf: leaf[source], state.tables),
+        tables=jax.tree.map(take_over, state.tables, tuple(taken)),
         chains=jax.tree.map(lambda leaf: leaf[source], state.chains),
     )
 
@@ -179,33 +190,52 @@ def free_out_of_view(memory: "Paged", state: PagedState) -> PagedState:
     In rounds, in each of which every row gives back the oldest of its blocks that are out of view: while decoding one
     block leaves a row at most, so there is one round or none.
     """
-    row = jnp.arange(memory.rows, dtype=jnp.int32)
     pool, tables, bad = state.pool, [], jnp.zeros(memory.rows, jnp.bool)
     for group, table in zip(memory.layer_groups, state.tables, strict=True):
         if not group.sees_all:
             keep_from = jnp.minimum(group.out_of_view(state.seqs.lengths) // group.block_size, table.end)
-
-            def go_round(carry: tuple, keep_from: jax.Array = keep_from) -> tuple:
-                pool, table, bad = carry
-                leaves = table.first < keep_from
-                at = jnp.where(leaves, row, memory.rows)
-                ids = table.ids.at[at, table.first].get(mode="fill", fill_value=memory.num_blocks)
-                pool, ok = memory.give_back(pool, ids)
-                table = dataclasses.replace(
-                    table,
-                    ids=table.ids.at[at, table.first].set(memory.num_blocks, mode="drop"),
-                    first=table.first + leaves.astype(jnp.int32),
-                )
-                return pool, table, bad | (leaves & ~ok)
-
-            pool, table, bad = jax.lax.while_loop(
-                lambda carry, keep_from=keep_from: jnp.any(carry[1].first < keep_from), go_round, (pool, table, bad)
-            )
+            pool, table, bad = _free_columns(memory, pool, table, keep_from, bad)
         tables.append(table)
     faults = record(state.seqs.faults, Outcome.DOUBLE_FREE, bad)
     return dataclasses.replace(
         state, seqs=dataclasses.replace(state.seqs, faults=faults), pool=pool, tables=tuple(tables)
     )
+
+
+def _free_columns(
+    memory: "Paged",
+    pool: BlockPool,
+    table: BlockTable,
+    until: Int32[Array, " rows"],
+    bad: Bool[Array, " rows"],
+) -> tuple[BlockPool, BlockTable, Bool[Array, " rows"]]:
+    """Gives back the blocks of each row in the columns before `until`; `bad` rows are those that held none there.
+
+    The columns are read in one loop and cleared in the next: a loop that did both would copy the whole table.
+    """
+    none, row = memory.num_blocks, jnp.arange(memory.rows, dtype=jnp.int32)
+
+    def return_oldest(carry: tuple) -> tuple:
+        pool, first, bad = carry
+        leaves = first < until
+        ids = table.ids.at[jnp.where(leaves, row, memory.rows), first].get(mode="fill", fill_value=none)
+        pool, ok = memory.give_back(pool, ids)
+        return pool, first + leaves.astype(jnp.int32), bad | (leaves & ~ok)
+
+    def clear_oldest(carry: tuple) -> tuple:
+        ids, first = carry
+        leaves = first < until
+        ids = ids.at[jnp.where(leaves, row, memory.rows), first].set(none, mode="drop")
+        return ids, first + leaves.astype(jnp.int32)
+
+    def any_left(carry: tuple) -> Bool[Array, ""]:
+        return jnp.any(carry[1] < until)
+
+    pool, end, bad = jax.lax.while_loop(any_left, return_oldest, (pool, table.first, bad))
+    # Not before `table.first`, so it is that. It only tells the compiler that the second loop comes after the first.
+    first = jnp.minimum(table.first, end)
+    ids, first = jax.lax.while_loop(any_left, clear_oldest, (table.ids, first))
+    return pool, dataclasses.replace(table, ids=ids, first=first), bad
 
 
 def evict(memory: "Paged", state: PagedState, ids: Int32[Array, " n"]) -> PagedState:

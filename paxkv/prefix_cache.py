@@ -205,9 +205,7 @@ def _has_other(same: Bool[Array, "n ways"], at: Int32[Array, ""], limit: Int32[A
     return (at < limit) & (jnp.sum(same.at[at].get(mode="fill", fill_value=False)) > 1)
 
 
-def forget(
-    config: PrefixCache, contents: Contents, ids: Int32[Array, " n"]
-) -> tuple[Contents, Int32[Array, ""]]:
+def forget(config: PrefixCache, contents: Contents, ids: Int32[Array, " n"]) -> tuple[Contents, Int32[Array, ""]]:
     """Takes the content from these blocks, if they have any, and counts those. The sentinel marks empty places."""
     none = contents.records.shape[0]
     record = contents.records.at[ids, :_COLUMNS].get(mode="fill", fill_value=0)
@@ -282,7 +280,10 @@ def publish(
         entry, room = hash_table.empty_entry(ways, none)
         tried = carry.tried.at[at].get(mode="fill", fill_value=0)[:, None] >> jnp.arange(hash_table.WAYS)[None, :] & 1
         same = ways.same & (tried == 0)
-        way, candidate = _first_way(ways.blocks, same, none)
+        # A block that two rows share may have been published by the other one.
+        listed = same & (ways.blocks == some.blocks[:, None])
+        has_entry = jnp.any(listed, axis=1)
+        way, candidate = _first_way(ways.blocks, jnp.where(has_entry[:, None], listed, same), none)
         record, equal = _compare(records, candidate, some.tokens, some.identities)
         continues = equal & (record[:, _PARENT] == _parents(some, record[:, _CONTENT]))
         ready = todo & some.settled if config.collide else todo  # equal keys tell nothing before the parent is known
@@ -297,10 +298,10 @@ def publish(
 
         # An entry for each of the others; of those that want the same one the first gets it, the rest go round again.
         # Nobody goes ahead of its parent.
-        goes_in = ready & ~found if merge else ready
+        merged = found & (merge | has_entry)
+        goes_in = ready & ~merged
         broken = todo & some.settled & ((goes_in & ~room) | (some.parents == BROKEN))
         claimed = hash_table.first_claims(entry, goes_in & ~broken & room)
-        merged = found & merge
         put = claimed & _unbroken(claimed | merged, starts)
 
         ids = jnp.where(found, record[:, _CONTENT], some.fresh)

@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from paxkv.block_pool import BlockPool, look_at, retain
+from paxkv.block_pool import BlockPool, count_mentions, look_at, retain
 from paxkv.block_tables import BlockTable
+from paxkv.control_flow import run_if
 
 
 @typing.no_type_check
@@ -66,16 +67,14 @@ def tail_writes(
 ) -> TailWrites:
     """Which rows write into a partly filled block, and which of them have to copy it.
 
-    If all that refer to a block write into it, the last of them keeps it. Compares all pairs of rows.
+    If all that refer to a block write into it, the last of them keeps it.
     """
     none = pool.num_blocks
     writes = (new_lengths > lengths) & (lengths % block_size != 0)
     row = jnp.arange(lengths.shape[0], dtype=jnp.int32)
     block = table.ids.at[row, lengths // block_size].get(mode="fill", fill_value=none)
     block = jnp.where(writes, block, none)
-    same = (block[:, None] == block[None, :]) & (block != none)[:, None]
-    writers = jnp.sum(same, axis=1, dtype=jnp.int32)
-    last = ~jnp.any(same & (row[None, :] > row[:, None]), axis=1)
+    writers, last = count_mentions(block)
     references = 1 + look_at(pool, block).extra_refs
     keeps = (writers == references) & last
     return TailWrites(block, copies=(block != none) & ~keeps, keeps=(block != none) & keeps)
@@ -107,11 +106,16 @@ def share_row(
       The table, and the ids that have one more reference now.
     """
     column = jnp.arange(table.ids.shape[1], dtype=jnp.int32)
-    ids = jnp.where(column < blocks, table.ids.at[source].get(mode="fill", fill_value=none), none)
+
+    def read(_: jax.Array) -> jax.Array:
+        return jnp.where(column < blocks, table.ids.at[source].get(mode="fill", fill_value=none), none)
+
+    # Read in a loop of its own: a program that reads one row of an array while it writes another copies all of it.
+    ids = run_if(row < table.ids.shape[0], read, jnp.full(table.ids.shape[1], none, jnp.int32))
     first = jnp.minimum(table.first.at[source].get(mode="fill", fill_value=0), blocks)
     shared = BlockTable(
         ids=table.ids.at[row].set(ids, mode="drop"),
         first=table.first.at[row].set(first, mode="drop"),
         end=table.end.at[row].set(blocks, mode="drop"),
     )
-    return shared, jnp.where(row < table.ids.shape[0], ids, none)
+    return shared, ids
