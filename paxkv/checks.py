@@ -88,7 +88,6 @@ def _of_paged(memory: Paged, state: PagedState) -> Counts:
         mentions += _mentions(state.copies.sources, none) + _mentions(state.copies.destinations, none)
     if state.pins is not None:
         mentions += state.pins
-    extra = pool.marks[:, 1]
     counts = {
         **_of_pool(pool, mentions),
         "tables_cover_lengths": jnp.int32(0),
