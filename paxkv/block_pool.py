@@ -71,6 +71,11 @@ def look_at(pool: BlockPool, ids: Int32[Array, " n"]) -> Marks:
     return Marks(*pool.marks.at[ids].get(mode="fill", fill_value=-1, wrap_negative_indices=False).T)
 
 
+def of_use(pool: BlockPool) -> Bool[Array, " num_blocks"]:
+    """Blocks that are held, or free and worth keeping. A pass over the pool."""
+    return (pool.marks[:, 0] < 0) | (pool.marks[:, 2] > 0)
+
+
 def mark_kept(pool: BlockPool, ids: Int32[Array, " n"], kept: bool) -> BlockPool:
     """Marks blocks as worth keeping, or no longer. The sentinel marks empty places."""
     return dataclasses.replace(pool, marks=pool.marks.at[ids, 2].set(int(kept), mode="drop"))

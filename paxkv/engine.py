@@ -9,7 +9,7 @@ the batch, so it is compiled once; a scan over it runs a whole dispatch on the d
 import dataclasses
 import typing
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,8 +20,9 @@ from pallas_kernels.kv_write import kv_write
 from paxkv.beams import choose_beams
 from paxkv.control_flow import run_if
 from paxkv.cost_model import StepCost, step_ticks
-from paxkv.kv_cache import Attend, KVCache, copy_blocks_between
+from paxkv.kv_cache import Attend, KVCache, copy_blocks_between, fill_blocks
 from paxkv.memory import KVMemory, Usage
+from paxkv.paged import Paged
 from paxkv.ragged import ragged, tokens_of
 from paxkv.requests import Requests, Status, final_lengths
 from paxkv.sampling import sample
@@ -46,6 +47,10 @@ class Decode(Protocol):
         ...
 
 
+OnFree = Literal["keep", "zero", "poison"]
+_WIPED = {"zero": 0.0, "poison": float("nan")}
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Engine:
@@ -57,9 +62,17 @@ class Engine:
     cost: StepCost = dataclasses.field(default_factory=StepCost)
     backend: str | tuple[str, ...] | None = None  # of the attention kernels
     policy: Policy = dataclasses.field(default_factory=Policy)
+    on_free: OnFree = "keep"  # what becomes of keys and values that nobody has a use for: a pass over memory if wiped
 
     def __post_init__(self) -> None:
-        """Refuses a budget that could leave a running request without its token."""
+        """Refuses a budget that could leave a running request without its token, and memory that cannot be wiped."""
+        if self.on_free not in typing.get_args(OnFree):
+            raise ValueError(f"on_free: expected one of {', '.join(typing.get_args(OnFree))}, got {self.on_free!r}")
+        if self.on_free != "keep" and not isinstance(self.memory, Paged):
+            raise ValueError(
+                f"on_free: expected 'keep' with {type(self.memory).__name__} memory, which has no blocks, got "
+                f"{self.on_free!r}"
+            )
         if self.token_budget < self.memory.rows:
             raise ValueError(
                 f"token_budget: expected at least rows = {self.memory.rows}, so that every running request gets "
@@ -74,7 +87,7 @@ class Outputs:
     """What is known of the tokens that were generated. Entries beyond a request's `generated` are 0."""
 
     ticks: jax.Array  # i32[requests, max_output]; when each token was produced
-    margins: jax.Array  # f32[requests, max_output]; lead of the best logit over the second best; 0 for beams
+    margins: jax.Array  # f32[requests, max_output]; lead of the token over the second best; 0 for beams
     scores: jax.Array  # f32[requests]; log probability of all that a beam has generated
 
 
@@ -117,6 +130,7 @@ class StepRecord:
     unmap_calls: jax.Array
     swapped_out_blocks: jax.Array  # copied to the host
     swapped_in_blocks: jax.Array
+    copied_blocks: jax.Array  # because a sequence writes into one that others share
 
 
 def init_engine(engine: Engine, requests: Requests, cache: KVCache) -> EngineState:
@@ -169,7 +183,7 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
     calls_before = memory.map_calls(before.memory)
     scheduled, plan = schedule(memory, requests, before, engine.token_budget, engine.policy, state.transcripts)
     cache, host_cache = _swap(memory, plan, state.cache, state.host_cache)
-    memory_state, cache = memory.settle(scheduled.memory, cache)
+    memory_state, cache, copied = memory.settle(scheduled.memory, cache)
     scheduled = dataclasses.replace(scheduled, memory=memory_state)
 
     cache, logits = _forward(engine, params, scheduled, plan, state.transcripts, cache)
@@ -201,6 +215,7 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
     transcripts, outputs = _book(transcripts, outputs, scheduled, plan, requests, tokens, margins, now)
     after = commit(memory, requests, scheduled, plan, tokens, now, transcripts, engine.token_budget)
     calls_after = memory.map_calls(after.memory)
+    cache = _wipe(engine, (before.memory, scheduled.memory), after.memory, cache)
 
     waiting = (scheduled.progress.status == Status.WAITING) & (requests.arrivals <= scheduled.clock)
     ended = jnp.sum(after.progress.status == Status.ENDED) - jnp.sum(scheduled.progress.status == Status.ENDED)
@@ -225,6 +240,7 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
         unmap_calls=calls_after.unmap - calls_before.unmap,
         swapped_out_blocks=moved_out,
         swapped_in_blocks=moved_in,
+        copied_blocks=copied,
     )
     return EngineState(after, cache, host_cache, transcripts, outputs), record
 
@@ -252,6 +268,22 @@ def _swap(
     out, back = plan.moves_out, plan.moves_in
     host_cache = copy_blocks_between(cache, host_cache, out.sources, out.destinations, block_size)
     return copy_blocks_between(host_cache, cache, back.sources, back.destinations, block_size), host_cache
+
+
+def _wipe(engine: Engine, earlier: tuple[Any, ...], after: Any, cache: KVCache) -> KVCache:
+    """Overwrites the blocks that this step left without use.
+
+    A block that went straight from one sequence to another is not wiped in between: its new owner reads nothing of it
+    but what it wrote itself.
+    """
+    if engine.on_free == "keep":
+        return cache
+    memory, value = engine.memory, _WIPED[engine.on_free]
+    gone = jnp.any(jnp.stack([memory.vacated(before, after) for before in earlier]), axis=0)
+    units = jnp.arange(memory.num_units, dtype=jnp.int32)
+    ids = jnp.where(gone, units, memory.num_units)
+    block_size = memory.num_slots // memory.num_units
+    return run_if(jnp.any(gone), lambda cache: fill_blocks(cache, ids, value, block_size), cache)
 
 
 def _forward(

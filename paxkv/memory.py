@@ -225,8 +225,16 @@ class KVMemory(Protocol[State]):
         """Lets a parked sequence go on: see `paxkv.swap.swap_in`."""
         ...
 
-    def settle(self, state: State, cache: KVCache) -> tuple[State, KVCache]:
-        """Moves the data that earlier transitions left to be moved. Before anything is written."""
+    def discard(self, state: State, place: Int32[Array, ""]) -> tuple[State, Int32[Array, ""]]:
+        """Ends a parked sequence: see `paxkv.swap.discard`."""
+        ...
+
+    def vacated(self, before: State, after: State) -> Bool[Array, " units"]:
+        """Units that hold nothing of use in `after`, and did in `before`: what a server may want to wipe."""
+        ...
+
+    def settle(self, state: State, cache: KVCache) -> tuple[State, KVCache, Int32[Array, ""]]:
+        """Copies the blocks that earlier transitions left to be copied, and counts them. Before anything is written."""
         ...
 
     def publish(
@@ -311,8 +319,14 @@ class SharesNothing:
     def swap_in(self, state: State, place: jax.Array) -> tuple[State, jax.Array, jax.Array, Moves]:
         raise NotImplementedError(f"{type(self).__name__} memory cannot swap")
 
-    def settle(self, state: State, cache: KVCache) -> tuple[State, KVCache]:
-        return state, cache
+    def discard(self, state: State, place: jax.Array) -> tuple[State, jax.Array]:
+        raise NotImplementedError(f"{type(self).__name__} memory cannot swap")
+
+    def vacated(self, before: State, after: State) -> jax.Array:
+        raise NotImplementedError(f"{type(self).__name__} memory has no blocks that could be wiped one by one")
+
+    def settle(self, state: State, cache: KVCache) -> tuple[State, KVCache, jax.Array]:
+        return state, cache, jnp.int32(0)
 
     def fork(
         self, state: State, parent: jax.Array, length: jax.Array, promised: jax.Array, content: Content | None

@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from pallas_kernels.paged_attention import paged_attention
 from paxkv import block_tables, chains, lifecycle, prefix_cache, publishing, sharing, swap, swap_state
 from paxkv.admission import Hit, adopt, look_up, no_hit
-from paxkv.block_pool import BlockPool, give_back, init_block_pool, mark_kept, may_have_content, take
+from paxkv.block_pool import BlockPool, give_back, init_block_pool, mark_kept, may_have_content, of_use, take
 from paxkv.block_tables import BlockTable, blocks_for
 from paxkv.cache_stats import no_stats
 from paxkv.control_flow import run_if
@@ -328,12 +328,19 @@ class Paged:
     ) -> tuple[PagedState, Int32[Array, ""], Int32[Array, ""], Moves]:
         return swap.swap_in(self, state, place)
 
-    def settle(self, state: PagedState, cache: KVCache) -> tuple[PagedState, KVCache]:
+    def discard(self, state: PagedState, place: Int32[Array, ""]) -> tuple[PagedState, Int32[Array, ""]]:
+        return swap.discard(self, state, place)
+
+    def vacated(self, before: PagedState, after: PagedState) -> Bool[Array, " units"]:
+        return of_use(before.pool) & ~of_use(after.pool)
+
+    def settle(self, state: PagedState, cache: KVCache) -> tuple[PagedState, KVCache, Int32[Array, ""]]:
         if state.copies is None:
-            return state, cache
+            return state, cache, jnp.int32(0)
         copies = state.copies
         cache = copy_blocks(cache, copies.sources, copies.destinations, self.block_size)
-        return lifecycle.end_copies(self, state), cache
+        count = jnp.sum(copies.destinations != self.num_blocks, dtype=jnp.int32)
+        return lifecycle.end_copies(self, state), cache, count
 
     def publish(
         self,

@@ -31,6 +31,7 @@ class Reason(enum.IntEnum):
     REFUSED_TOO_LONG = 4  # the prompt leaves no room for a single output token
     REFUSED_NEVER_FITS = 5  # more memory than there is, even if it ran alone
     NO_OUTPUT = 6  # it asked for no token
+    ABORTED = 7  # whoever asked for it did not want it any more
 
 
 @typing.no_type_check

@@ -24,6 +24,7 @@ are unknown here: the engine and the simulator run the same code.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
@@ -169,6 +170,49 @@ def commit(
         progress=progress,
         row_request=jnp.where(done, nobody, state.row_request),
         clock=now,
+    )
+
+
+def abort(
+    memory: KVMemory[Any], requests: Requests, state: SchedulerState, unwanted: Bool[Array, " requests"]
+) -> SchedulerState:
+    """Ends requests between two steps, wherever they stand: not arrived, waiting, running, or parked on the host.
+
+    What they published stays cached. A request that has ended already is left alone.
+
+    Args:
+      memory: the memory.
+      requests: the workload.
+      state: the state between two steps.
+      unwanted: the requests to end.
+    """
+    progress = state.progress
+    ends = unwanted & (progress.status != Status.ENDED)
+    leaves = ends.at[state.row_request].get(mode="fill", fill_value=False)
+    memory_state, places = memory.release(state.memory, leaves), state.places
+    if places is not None:
+        parked = ends & (places < memory.rows)
+
+        def discard_one(carry: tuple) -> tuple:
+            memory_state, todo = carry
+            request = jnp.argmax(todo)
+            memory_state, _ = memory.discard(memory_state, places[request])
+            return memory_state, todo.at[request].set(False)
+
+        memory_state, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), discard_one, (memory_state, parked))
+        places = jnp.where(parked, memory.rows, places)
+    progress = dataclasses.replace(
+        progress,
+        status=jnp.where(ends, Status.ENDED, progress.status),
+        reason=jnp.where(ends, Reason.ABORTED, progress.reason),
+        ended_at=jnp.where(ends, state.clock, progress.ended_at),
+    )
+    return dataclasses.replace(
+        state,
+        memory=memory_state,
+        progress=progress,
+        row_request=jnp.where(leaves, requests.count, state.row_request),
+        places=places,
     )
 
 

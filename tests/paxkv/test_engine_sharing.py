@@ -139,6 +139,10 @@ def test_samples_of_a_prompt_are_drawn_from_their_own_keys_and_share_its_blocks(
         assert tokens == expected(request // 3, choose_by(request)), f"sample {request % 3} of prompt {request // 3}"
     assert (records.usage.saved > 0).any()
     assert len({tuple(t) for t in output_tokens(requests, state)}) > 10
+    # Forks share all but the last token of the prompt; where that is in a block with others, all but one copy it.
+    torn = sum((length - 1) % MEMORIES[name].block_size != 0 for length in LENGTHS[:5])
+    assert records.preempted.sum() == 0
+    assert records.copied_blocks.sum() == 2 * torn
 
 
 def search(prompt, count, width):

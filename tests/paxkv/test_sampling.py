@@ -35,9 +35,16 @@ def test_temperature_zero_takes_the_best_and_the_lowest_of_equals():
         assert margins.tolist() == [2, 0, 1]
 
 
-def test_the_margin_is_that_of_the_logits_at_any_temperature():
-    _, margins = many(LOGITS, 2.0, rows=3)
-    assert margins.tolist() == [0.5] * 3
+def test_the_margin_is_how_much_it_takes_to_change_the_token():
+    keys = jax.random.split(jax.random.key(5), 40)
+    temperatures = jnp.where(jnp.arange(40) % 2 == 0, 0.0, 1.7)
+    logits = jnp.asarray(np.random.default_rng(1).normal(size=(40, 8)) * 2, jnp.float32)
+    tokens, margins = jax.jit(sample)(logits, temperatures, keys)
+    assert float(jnp.min(margins)) > 1e-3
+    chosen = jax.nn.one_hot(tokens, 8, dtype=jnp.float32)
+    for factor, same in ((0.999, True), (1.001, False)):
+        again, _ = jax.jit(sample)(logits - factor * margins[:, None] * chosen, temperatures, keys)
+        assert ((again == tokens) == same).all()
 
 
 def test_a_row_does_not_depend_on_the_rows_beside_it():

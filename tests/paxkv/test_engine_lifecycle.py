@@ -1,0 +1,118 @@
+"""What happens to memory beside serving: requests that are aborted, and blocks that are wiped."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxkv import checks
+from paxkv.contiguous import VAttention
+from paxkv.engine import Engine, all_ended, init_engine, output_tokens, run_steps
+from paxkv.kv_cache import KVCache
+from paxkv.paged import Paged
+from paxkv.prefix_cache import PrefixCache
+from paxkv.requests import Reason, Status, make_requests
+from paxkv.scheduler import abort
+from paxkv.scheduler_state import Policy
+from tests.paxkv import fake_model
+
+MAX_LEN = 24
+SHORT = Paged(rows=3, max_len=MAX_LEN, block_size=4, num_blocks=8, cache=PrefixCache(), host_blocks=12)
+LENGTHS, OUTPUTS = [13, 9, 14, 13, 5], [8, 10, 6, 8, 9]
+
+
+def tables():
+    return fake_model.make_tables(29, 1, MAX_LEN)
+
+
+def prompts():
+    tokens = np.random.default_rng(5).integers(0, fake_model.VOCAB, (len(LENGTHS), max(LENGTHS)))
+    tokens[3] = tokens[0]
+    return tokens
+
+
+def workload():
+    return make_requests(prompts(), np.array(LENGTHS), np.array(OUTPUTS), np.zeros(len(LENGTHS)), seed=3)
+
+
+def start(memory, requests, **options):
+    shape = (memory.num_slots, fake_model.KV_HEADS, fake_model.HEAD_DIM)
+    cache = KVCache((jnp.full(shape, 7.0),), (jnp.full(shape, 7.0),))  # somebody else's
+    engine = Engine(memory, fake_model.decode, 8, **options)
+    state = init_engine(engine, requests, cache)
+    params = fake_model.as_params(tables())
+    lowered = run_steps.lower(engine, params, requests, state, 1)
+    compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    return state, lambda state: compiled(params, requests, state)[0]
+
+
+def expected(i):
+    return fake_model.reference_output(
+        tables(), prompts()[i, : LENGTHS[i]].tolist(), OUTPUTS[i], lambda _, logits: np.argmax(logits)
+    )[0]
+
+
+@pytest.mark.parametrize("on_free", ["zero", "poison"])
+def test_blocks_of_no_use_hold_nothing_and_tokens_stay_the_same(on_free):
+    requests = workload()
+    memory = dataclasses.replace(SHORT, host_blocks=0)
+    state, step = start(memory, requests, on_free=on_free)
+    was_used = np.zeros(memory.num_blocks, bool)
+    while not all_ended(state):
+        state = step(state)
+        marks = np.asarray(state.scheduler.memory.pool.marks)
+        of_use = (marks[:, 0] < 0) | (marks[:, 2] > 0)
+        was_used |= of_use
+        blocks = np.asarray(state.cache.k[0]).reshape(memory.num_blocks, -1)
+        wiped = np.isnan(blocks) if on_free == "poison" else blocks == 0
+        assert wiped[was_used & ~of_use].all()
+        assert not wiped[of_use].all(axis=1).any()
+    assert output_tokens(requests, state) == [expected(i) for i in range(len(LENGTHS))]
+    assert (was_used & ~of_use).any()
+
+
+def test_a_request_can_be_aborted_wherever_it_stands():
+    """Before every step of a run, one run each, all are aborted that are in one of the states."""
+    requests = workload()
+    fresh, step = start(SHORT, requests, policy=Policy(preemption="swap"))
+    end = jax.jit(abort, static_argnums=0)
+    seen = set()
+    history = [fresh]
+    while not all_ended(history[-1]):
+        history.append(step(jax.tree.map(jnp.copy, history[-1])))
+    for state in history:
+        scheduler = state.scheduler
+        status, parked = np.asarray(scheduler.progress.status), np.asarray(scheduler.places) < SHORT.rows
+        for where, unwanted in {
+            "waiting": (status == Status.WAITING) & ~parked,
+            "parked": parked,
+            "running": status == Status.RUNNING,
+            "every second": np.arange(len(LENGTHS)) % 2 == 0,
+        }.items():
+            if not (unwanted & (status != Status.ENDED)).any():
+                continue
+            seen.add(where)
+            aborted = end(SHORT, requests, jax.tree.map(jnp.copy, scheduler), jnp.asarray(unwanted))
+            checks.require_invariants(SHORT, aborted.memory)
+            reason = np.asarray(aborted.progress.reason)
+            assert (reason[unwanted & (status != Status.ENDED)] == Reason.ABORTED).all()
+            assert (reason[~unwanted] == np.asarray(scheduler.progress.reason)[~unwanted]).all()
+    assert seen == {"waiting", "parked", "running", "every second"}
+
+    state = dataclasses.replace(history[12], scheduler=end(SHORT, requests, history[12].scheduler, jnp.arange(5) == 2))
+    while not all_ended(state):
+        state = step(state)
+    memory = state.scheduler.memory
+    assert int(memory.seqs.faults.word) == 0
+    assert int(memory.pool.num_free) == SHORT.num_blocks
+    assert int(memory.swap.pool.num_free) == SHORT.host_blocks
+    for i in (0, 1, 3, 4):
+        assert output_tokens(requests, state)[i] == expected(i)
+
+
+def test_memory_without_blocks_cannot_be_wiped():
+    memory = VAttention(3, MAX_LEN, num_groups=9, page_bytes=48, token_bytes=16, buffers=2)
+    with pytest.raises(ValueError, match="on_free: expected 'keep' with VAttention memory"):
+        Engine(memory, fake_model.decode, 8, on_free="zero")
