@@ -1,7 +1,6 @@
 """Admission to paged memory: what of a prompt is cached, and how a new row takes it over."""
 
 import dataclasses
-import typing
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from paxkv.block_tables import begin_row
 from paxkv.cache_stats import MissedBlocks, count_admission
 from paxkv.chain_hash import prefix_hashes, seed
 from paxkv.memory import Content
-from paxkv.paged_state import PagedState
+from paxkv.paged_state import PagedState, required
 from paxkv.prefix_cache import Found, PrefixCache
 
 if TYPE_CHECKING:
@@ -56,8 +55,8 @@ def no_hit(groups: int) -> Hit:
 
 def look_up(memory: "Paged", state: PagedState, content: Content, known_tokens: Int32[Array, ""]) -> Hit:
     """What of a prompt's first `known_tokens - 1` tokens is cached: the last one must be computed in any case."""
-    config = typing.cast(PrefixCache, memory.cache)
-    contents = typing.cast(prefix_cache.Contents, state.contents)
+    config = required(memory.cache)
+    contents = required(state.contents)
     groups, none = memory.layer_groups, memory.num_blocks
     start = seed(content.adapter, content.salt, state.epoch, config.kv_format)
     most = jnp.where(content.lookup, jnp.maximum(known_tokens - 1, 0), 0)
@@ -141,8 +140,8 @@ def adopt(
     memory: "Paged", state: PagedState, row: Int32[Array, ""], content: Content, tokens: Int32[Array, ""], hit: Hit
 ) -> PagedState:
     """Lets `row` begin with what was hit, and counts it; nothing happens if `row` is out of range."""
-    config = typing.cast(PrefixCache, memory.cache)
-    contents, pool, none = typing.cast(prefix_cache.Contents, state.contents), state.pool, memory.num_blocks
+    config = required(memory.cache)
+    contents, pool, none = required(state.contents), state.pool, memory.num_blocks
     ok = row < memory.rows
     tables = []
     for g, table in enumerate(state.tables):
@@ -151,7 +150,7 @@ def adopt(
         contents = prefix_cache.touch(config, contents, ids, content.priority)
         tables.append(begin_row(table, row, ids, hit.first[g], hit.end[g], none))
     chain = chains.start_chain(
-        typing.cast(chains.Chains, state.chains),
+        required(state.chains),
         row,
         content.tokens,
         hit.tokens,
@@ -161,7 +160,7 @@ def adopt(
         content.priority,
     )
     stats = count_admission(
-        state.stats,
+        required(state.stats),
         tokens,
         hit.tokens,
         content.resumed,

@@ -80,7 +80,8 @@ def filled_rows(config: PrefixCache, chains: Chains, table: BlockTable, at: tupl
     identities = chains.identities.at[row].get(mode="fill", fill_value=0)
     plain_keys = None
     if config.explain:
-        plain_keys = config.keys(hashes - seed(*identities.T, config.kv_format), 0)
+        adapter, salt, epoch = identities.T
+        plain_keys = config.keys(hashes - seed(adapter, salt, epoch, config.kv_format), 0)
     return Filled(
         valid=valid,
         starts=starts,

@@ -16,7 +16,7 @@ from paxkv.contiguous import VAttention, VAttentionState
 from paxkv.hash_table import WIDTH
 from paxkv.memory import KVMemory
 from paxkv.paged import Paged
-from paxkv.paged_state import PagedState
+from paxkv.paged_state import PagedState, required
 from paxkv.prefix_cache import BROKEN
 from paxkv.reserved import Reserved, ReservedState
 from paxkv.seqs import Seqs
@@ -124,10 +124,13 @@ def _of_pool(pool: BlockPool, mentions: Int32[Array, " num_blocks"]) -> Counts:
     """A block is either once in the queue, or has the references that `mentions` says."""
     none, extra = pool.num_blocks, pool.marks[:, 1]
     place = jnp.arange(pool.queue.shape[0], dtype=jnp.int32)
-    times_free = _mentions(jnp.where((place >= pool.head) & (place < pool.tail), pool.queue, none), none)
+    free_at = jnp.where((place >= pool.head) & (place < pool.tail), pool.queue, none)
+    times_free = _mentions(free_at, none)
+    stands = free_at.at[pool.marks[:, 0]].get(mode="fill", fill_value=none) == jnp.arange(none, dtype=jnp.int32)
     return {
         "free_ids_are_unique_blocks": _count(times_free > 1) + jnp.abs(jnp.sum(times_free) - pool.num_free),
         "free_blocks_have_no_references": _count((times_free > 0) != (pool.ref_counts == 0)),
+        "free_blocks_know_their_places": _count((times_free > 0) & ~stands),
         "free_blocks_were_not_shared": _count((extra < 0) | ((times_free > 0) & (extra != 0))),
         "free_and_used_are_all": jnp.abs(pool.num_free + _count(pool.ref_counts > 0) - none),
         "references_are_table_entries": _count(mentions != pool.ref_counts),
@@ -167,7 +170,7 @@ def _of_swap(memory: Paged, swap: SwapState) -> Counts:
 
 def _of_contents(memory: Paged, state: PagedState) -> Counts:
     """What a prefix cache adds: records, hash table and chains say the same."""
-    contents, chain, none = state.contents, state.chains, memory.num_blocks
+    contents, chain, none = required(state.contents), required(state.chains), memory.num_blocks
     content, parent, entry = (contents.records[:, column] for column in range(3))
     cached = content != 0
     blocks = contents.table[:, WIDTH:].reshape(-1)

@@ -146,10 +146,10 @@ def init_engine(engine: Engine, requests: Requests, cache: KVCache) -> EngineSta
         )
     if requests.beams and not engine.memory.can_fork:
         raise ValueError("memory: expected one that can fork, as beams share blocks, such as Paged(..., forks=True)")
-    if len(getattr(engine.memory, "layer_groups", (None,))) > 1:
+    if isinstance(engine.memory, Paged) and engine.memory.groups:
         raise ValueError(
-            "memory: expected one group of layers, as the model calls attention without naming a group, got "
-            f"{len(engine.memory.layer_groups)}"
+            "memory: expected Paged without groups, as the engine has no attention under a window and knows one table "
+            f"for all layers, got {engine.memory.groups}"
         )
     shape = (requests.count, max(1, int(jnp.max(requests.output_lens))))
     return EngineState(

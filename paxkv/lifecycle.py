@@ -1,7 +1,6 @@
 """What can happen to paged memory between steps: forks, pins, evictions on demand, resets, new weights."""
 
 import dataclasses
-import typing
 from typing import TYPE_CHECKING
 
 import jax
@@ -16,7 +15,7 @@ from paxkv.chain_hash import hash_of_length, seed
 from paxkv.control_flow import run_if
 from paxkv.memory import Content
 from paxkv.outcomes import Outcome, record, select_outcome
-from paxkv.paged_state import PagedState
+from paxkv.paged_state import PagedState, required
 from paxkv.prefix_cache import BROKEN
 from paxkv.seqs import lowest_free_row, occupy
 
@@ -93,9 +92,9 @@ def _fork_chain(
     """The chain of the new row: hashed anew, continued from what the last full block it shares holds."""
     if content is None:
         raise ValueError("content: expected the new sequence's Content, as the memory has a prefix cache, got None")
-    contents = typing.cast(prefix_cache.Contents, state.contents)
-    chain = typing.cast(chains.Chains, state.chains)
-    config = typing.cast(prefix_cache.PrefixCache, memory.cache)
+    contents = required(state.contents)
+    chain = required(state.chains)
+    config = required(memory.cache)
     epoch = chain.identities.at[parent, 2].get(mode="fill", fill_value=0)  # of the weights that computed it
     last = []
     for g, group in enumerate(memory.layer_groups):
@@ -173,7 +172,7 @@ def reorder(memory: "Paged", state: PagedState, sources: Int32[Array, " rows"]) 
 
 def end_copies(memory: "Paged", state: PagedState) -> PagedState:
     """Lets go of both ends of every pending copy, now that the data was copied."""
-    copies = typing.cast(sharing.Copies, state.copies)
+    copies = required(state.copies)
     ids = jnp.concatenate([copies.sources, copies.destinations])
 
     def let_go(pool: BlockPool) -> BlockPool:
@@ -259,7 +258,9 @@ def pin(memory: "Paged", state: PagedState, ids: Int32[Array, " n"]) -> tuple[Pa
     useful = ~is_free(state.pool, ids) | (prefix_cache.content_of(contents, jnp.where(known, ids, none)) != 0)
     ok = ~jnp.any((ids != none) & ~(known & useful))
     at = jnp.where(ok, ids, none)
-    state = dataclasses.replace(state, pool=retain(state.pool, at), pins=_pins(state).at[at].add(1, mode="drop"))
+    state = dataclasses.replace(
+        state, pool=retain(state.pool, at), pins=required(state.pins).at[at].add(1, mode="drop")
+    )
     return state, jnp.where(ok, Outcome.OK, Outcome.OUT_OF_RANGE).astype(jnp.int32)
 
 
@@ -272,7 +273,7 @@ def unpin(memory: "Paged", state: PagedState, ids: Int32[Array, " n"]) -> tuple[
     none = memory.num_blocks
     known = (ids >= 0) & (ids < none)
     at = jnp.where(known, ids, none)
-    pins = _pins(state).at[at].add(-1, mode="drop")
+    pins = required(state.pins).at[at].add(-1, mode="drop")
     ok = ~jnp.any((ids != none) & ~(known & (pins.at[at].get(mode="fill", fill_value=0) >= 0)))
     pins = pins.at[jnp.where(ok, none, at)].add(1, mode="drop")  # as it was, if anything is wrong
     at = jnp.where(ok, ids, none)
@@ -290,7 +291,8 @@ def reset_cache(memory: "Paged", state: PagedState) -> tuple[PagedState, Int32[A
     config, contents = _cached(memory, state)
     ok = (state.pool.num_free == memory.num_blocks) & ~jnp.any(state.seqs.active)
     everything = jnp.where(ok, jnp.arange(memory.num_blocks, dtype=jnp.int32), memory.num_blocks)
-    stats = dataclasses.replace(state.stats, resets=state.stats.resets + ok.astype(jnp.int32))
+    stats = required(state.stats)
+    stats = dataclasses.replace(stats, resets=stats.resets + ok.astype(jnp.int32))
     contents, _ = prefix_cache.forget(config, contents, everything)
     pool = mark_kept(state.pool, everything, kept=False)
     state = dataclasses.replace(state, contents=contents, pool=pool, stats=stats)
@@ -306,7 +308,3 @@ def _cached(memory: "Paged", state: PagedState) -> tuple[prefix_cache.PrefixCach
     if memory.cache is None or state.contents is None:
         raise ValueError("cache: this needs a memory with a prefix cache, got cache=None; pass cache=PrefixCache()")
     return memory.cache, state.contents
-
-
-def _pins(state: PagedState) -> Int32[Array, " num_blocks"]:
-    return typing.cast(jnp.ndarray, state.pins)

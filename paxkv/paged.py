@@ -20,7 +20,7 @@ from paxkv.control_flow import run_if
 from paxkv.kv_cache import KVCache, copy_blocks
 from paxkv.memory import Ask, Content, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.outcomes import Outcome, record, select_outcome
-from paxkv.paged_state import PagedState
+from paxkv.paged_state import PagedState, required
 from paxkv.prefix_cache import PrefixCache
 from paxkv.seqs import Seqs, advance, check_append, init_seqs, lowest_free_row, occupy, vacate
 from paxkv.sizes import require_int
@@ -250,7 +250,9 @@ class Paged:
         state = dataclasses.replace(state, tables=tuple(tables))
         if pairs:
             pool, copies = sharing.hold(state.pool, pairs)
-            state = dataclasses.replace(state, pool=pool, copies=sharing.add(state.copies, copies, self.num_blocks))
+            state = dataclasses.replace(
+                state, pool=pool, copies=sharing.add(required(state.copies), copies, self.num_blocks)
+            )
         if state.swap is not None:
             grows = (new_lengths > old_lengths) & served
             parted = swap_state.part_written(state.swap, self.layer_groups, state.tables, old_lengths, grows)

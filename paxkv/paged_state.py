@@ -2,6 +2,7 @@
 
 import dataclasses
 import typing
+from typing import TypeVar
 
 import jax
 
@@ -31,3 +32,20 @@ class PagedState:
     pins: jax.Array | None = None  # i32[num_blocks]; references that pins hold; with a prefix cache
     copies: Copies | None = None  # with forks
     swap: SwapState | None = None  # with host blocks
+
+
+Part = TypeVar("Part")
+
+
+def required(part: Part | None) -> Part:
+    """A part of the state that only some memories have.
+
+    Raises:
+      ValueError: this one has not.
+    """
+    if part is None:
+        raise ValueError(
+            "state: this needs memory with a prefix cache, forks or host blocks, got one without; see the attributes "
+            "cache, forks and host_blocks of Paged"
+        )
+    return part

@@ -1,7 +1,6 @@
 """Publishing: the full blocks of running rows become contents that others can hit."""
 
 import dataclasses
-import typing
 from typing import TYPE_CHECKING
 
 import jax.numpy as jnp
@@ -11,8 +10,8 @@ from paxkv import chains, prefix_cache
 from paxkv.block_pool import BlockPool, mark_kept, retain
 from paxkv.block_tables import BlockTable
 from paxkv.outcomes import Outcome, record
-from paxkv.paged_state import PagedState
-from paxkv.prefix_cache import BROKEN, Contents, PrefixCache
+from paxkv.paged_state import PagedState, required
+from paxkv.prefix_cache import BROKEN
 
 if TYPE_CHECKING:
     from paxkv.paged import Paged
@@ -37,8 +36,8 @@ def publish(
     A row that is given more tokens than it has stored beyond its chain records an `OUT_OF_RANGE` fault, and then
     nothing is published.
     """
-    config = typing.cast(PrefixCache, memory.cache)
-    chain = typing.cast(chains.Chains, state.chains)
+    config = required(memory.cache)
+    chain, stats = required(state.chains), required(state.stats)
     counts = cu_lens[1:] - cu_lens[:-1]
     wrong = (counts < 0) | (counts > max_new_tokens) | (counts > state.seqs.lengths - chain.hashed)
     faults = record(state.seqs.faults, Outcome.OUT_OF_RANGE, wrong)
@@ -48,7 +47,7 @@ def publish(
     width = 256 if max_new_tokens > 1 else max(16, 2 * memory.rows // memory.block_size)
     extend = chains.extend_by_one if max_new_tokens == 1 else chains.extend
     extension = extend(chain, memory.layer_groups, tokens, cu_lens)
-    contents, pool = typing.cast(Contents, state.contents), state.pool
+    contents, pool = required(state.contents), state.pool
     last, tables, unpublished = extension.chains.contents, [], jnp.int32(0)
     for g, table in enumerate(state.tables):
         row, index = extension.filled[g][:2]
@@ -73,7 +72,7 @@ def publish(
         tables=tuple(tables),
         contents=contents,
         chains=dataclasses.replace(extension.chains, contents=last),
-        stats=dataclasses.replace(state.stats, unpublished=state.stats.unpublished + unpublished),
+        stats=dataclasses.replace(stats, unpublished=stats.unpublished + unpublished),
     )
 
 

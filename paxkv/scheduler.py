@@ -193,7 +193,7 @@ def abort(
     if places is not None:
         parked = ends & (places < memory.rows)
 
-        def discard_one(carry: tuple) -> tuple:
+        def discard_one(carry: tuple, places: jax.Array = places) -> tuple:
             memory_state, todo = carry
             request = jnp.argmax(todo)
             memory_state, _ = memory.discard(memory_state, places[request])
