@@ -58,6 +58,9 @@ def look_up(memory: "Paged", state: PagedState, content: Content, known_tokens: 
     config = required(memory.cache)
     contents = required(state.contents)
     groups, none = memory.layer_groups, memory.num_blocks
+    widest = max(group.block_size for group in groups)
+    if content.tokens.shape[0] < widest:  # nothing can be hit, but what follows has a block to look at
+        content = content._replace(tokens=jnp.pad(content.tokens, (0, widest - content.tokens.shape[0])))
     start = seed(content.adapter, content.salt, state.epoch, config.kv_format)
     most = jnp.where(content.lookup, jnp.maximum(known_tokens - 1, 0), 0)
 

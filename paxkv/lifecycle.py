@@ -23,6 +23,13 @@ if TYPE_CHECKING:
     from paxkv.paged import Paged
 
 
+def _require_forks(memory: "Paged") -> None:
+    if not memory.forks:
+        raise ValueError(
+            "forks: expected memory that copies before it writes, got forks=False; pass forks=True to Paged"
+        )
+
+
 def fork(
     memory: "Paged",
     state: PagedState,
@@ -42,22 +49,27 @@ def fork(
       content: of the new sequence, needed with a prefix cache.
 
     Returns:
-      The state, the row (`rows` if none), and the `Outcome`: `OK`; `LATER` if no row or no block is free, or
-      the parent waits for a copy of its own or has not published so many tokens yet; `OUT_OF_RANGE`, also
-      recorded as a fault, if the parent does not hold so many tokens. Unless it is `OK`, nothing else changed.
+      The state, the row (`rows` if none), and the `Outcome`: `OK`; `LATER` if no row is free, there is no room for what
+      it is promised, or the parent waits for a copy of its own or has not published so many tokens yet; `OUT_OF_RANGE`,
+      also recorded as a fault, if the parent does not hold so many tokens or the promise is none that can be kept.
+      Unless it is `OK`, nothing else changed.
     """
+    _require_forks(memory)
     none = memory.num_blocks
     asked = parent
     parent = jnp.where(parent < 0, memory.rows, parent)  # a negative index would count from the end
     row, has_row = lowest_free_row(state.seqs)
     held = state.seqs.lengths.at[parent].get(mode="fill", fill_value=-1)
     alive = state.seqs.active.at[parent].get(mode="fill", fill_value=False)
-    wrong = ~alive | (length < 0) | (length > held)
+    wrong = ~alive | (length < 0) | (length > held) | (promised < length) | (promised > memory.max_len)
     # A shorter fork of a windowed sequence may need blocks that have left the window.
     for g, group in enumerate(memory.layer_groups):
         gone = state.tables[g].first.at[parent].get(mode="fill", fill_value=0)
         wrong |= gone > group.out_of_view(length) // group.block_size
-    later = ~has_row | (state.pool.num_free == 0)  # its first write takes a block
+    # It gets what it was promised without what is full; its first write into a half-filled block takes one.
+    shared = jnp.stack([length // group.block_size for group in memory.layer_groups])
+    promised_blocks = jnp.sum(memory.most_held(jnp.maximum(promised, length + 1), shared))
+    later = ~has_row | (promised_blocks + memory.owed(state) > state.pool.num_free)
     if state.copies is not None:
         waits = sharing.pending(state.copies, memory.rows, none)
         later |= waits.at[parent].get(mode="fill", fill_value=False)
@@ -125,6 +137,7 @@ def reorder(memory: "Paged", state: PagedState, sources: Int32[Array, " rows"]) 
         long and without a pending copy, and the source must not change; anything else is an `OUT_OF_RANGE` fault, and
         then nothing changes.
     """
+    _require_forks(memory)
     rows, none = memory.rows, memory.num_blocks
     row = jnp.arange(rows, dtype=jnp.int32)
     moved = sources != row

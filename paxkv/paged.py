@@ -81,7 +81,12 @@ class Paged:
             raise ValueError(
                 f"block_size: expected that of the first group, {self.groups[0].block_size}, got {self.block_size}"
             )
-        require_int32(slots=self.num_slots, table_entries=self.rows * self.blocks_per_seq)
+        require_int32(
+            slots=self.num_slots,
+            table_entries=self.rows * self.blocks_per_seq,
+            lookahead=self.lookahead,
+            host_blocks=self.host_blocks,
+        )
 
     @property
     def num_slots(self) -> int:
@@ -150,7 +155,8 @@ class Paged:
         if self.forks:  # the others share what the prompt fills, but for its last token
             shared = jnp.sum(jnp.stack([(ask.prompt_tokens - 1) // group.block_size for group in self.layer_groups]))
             most += jnp.where(jnp.asarray(ask.sequences) > 1, (ask.sequences - 1) * jnp.maximum(most - shared, 1), 0)
-        never = (ask.most_tokens > self.max_len) | (most > self.num_blocks) | (jnp.asarray(ask.sequences) > self.rows)
+        never = (ask.known_tokens < 0) | (ask.most_tokens > self.max_len) | (most > self.num_blocks)
+        never |= jnp.asarray(ask.sequences) > self.rows
         later = ~has_row | (need + self.owed(state) + reserve > state.pool.num_free)
         outcome = select_outcome((never, Outcome.NEVER), (later, Outcome.LATER))
         ok = outcome == Outcome.OK

@@ -164,9 +164,15 @@ def make_requests(
 
     def each(name: str, values: np.ndarray | None) -> jax.Array:
         """One value a prompt, repeated for its sequences."""
-        values = np.zeros(count, np.int32) if values is None else values
-        if len(values) != count:
-            raise ValueError(f"{name}: expected {count} entries, one for each of prompt_lens, got {len(values)}")
+        values = np.zeros(count, np.int32) if values is None else np.asarray(values)
+        if values.shape[:1] != (count,) or values.ndim != (2 if name == "prompts" else 1):
+            raise ValueError(
+                f"{name}: expected one entry for each of the {count} prompts, got an array of shape {values.shape}"
+            )
+        if name != "arrival_ms" and not np.issubdtype(values.dtype, np.integer):
+            raise ValueError(f"{name}: expected integers, got {values.dtype}; what is rounded or cut could be mixed up")
+        if values.size and not (values.min() >= -(2**31) and values.max() < 2**31):
+            raise ValueError(f"{name}: expected integers of 32 bits, got {values.min()} to {values.max()}")
         return jnp.asarray(np.repeat(values, samples, axis=0), jnp.int32)
 
     return Requests(

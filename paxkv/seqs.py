@@ -70,6 +70,11 @@ def check_append(
       ValueError: if `max_new_tokens` is not a positive int.
     """
     require_int("max_new_tokens", max_new_tokens)
+    if new_tokens.shape != seqs.lengths.shape or new_tokens.dtype != jnp.int32:
+        raise ValueError(
+            f"new_tokens: expected int32[{seqs.lengths.shape[0]}], one count a row, got {new_tokens.dtype}"
+            f"{list(new_tokens.shape)}"
+        )
     unbounded = (new_tokens < 0) | (new_tokens > max_new_tokens)
     # Not `lengths + new_tokens > max_len`: that sum wraps around for counts near 2**31.
     return unbounded | (new_tokens > max_len - seqs.lengths) | ((new_tokens > 0) & ~seqs.active)

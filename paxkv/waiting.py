@@ -13,7 +13,7 @@ from paxkv.memory import Ask, Content, KVMemory
 from paxkv.outcomes import Outcome
 from paxkv.publish_tokens import publish_granted
 from paxkv.requests import Reason, Requests, Status, final_lengths
-from paxkv.scheduler_state import Policy, SchedulerState
+from paxkv.scheduler_state import Policy, SchedulerState, by_row
 from paxkv.swap_state import Moves, join_moves, no_moves_in
 
 
@@ -33,6 +33,7 @@ class _Round(NamedTuple):
     so_far: Admitted
     closed: Bool[Array, ""]  # nobody else is admitted in this step
     candidate: Int32[Array, ""]
+    completes: Bool[Array, ""]  # it belongs to a group that runs in part
 
 
 def admit_waiting(
@@ -83,6 +84,7 @@ def admit_waiting(
             state = dataclasses.replace(state, memory=memory_state)
             state = publish_granted(memory, transcripts, state, starts, granted, max_new_tokens)
         later = ~ok & ~ends
+        following, completes = _next_waiting(memory, requests, state, candidate if policy.overtake else None)
         return _Round(
             Admitted(
                 state=state,
@@ -93,15 +95,16 @@ def admit_waiting(
                 hit_tokens=so_far.hit_tokens + stored,
                 moves=moves,
             ),
-            closed=jnp.bool(False) if policy.overtake else later,
-            candidate=_next_waiting(requests, state, candidate if policy.overtake else None),
+            closed=later & carry.completes if policy.overtake else later,
+            candidate=following,
+            completes=completes,
         )
 
     nothing = jnp.zeros(memory.rows, jnp.int32)
     zero = jnp.int32(0)
     moves = no_moves_in(memory.num_units, memory.host_blocks) if policy.swaps(memory) else None
     so_far = Admitted(state, nothing, jnp.zeros_like(nothing), zero, jnp.zeros_like(zero), jnp.zeros_like(zero), moves)
-    start = _Round(so_far, closed, _next_waiting(requests, state, None))
+    start = _Round(so_far, closed, *_next_waiting(memory, requests, state, None))
     end = jax.lax.while_loop(is_open, try_one, start).so_far
     if not at_once:
         memory_state, _ = memory.append(end.state.memory, end.granted, max_new_tokens)
@@ -109,13 +112,28 @@ def admit_waiting(
     return end
 
 
-def _next_waiting(requests: Requests, state: SchedulerState, after: Int32[Array, ""] | None) -> Int32[Array, ""]:
-    """The earliest request (after one) that has arrived and waits, `requests.count` if there is none."""
+def _next_waiting(
+    memory: KVMemory[Any], requests: Requests, state: SchedulerState, after: Int32[Array, ""] | None
+) -> tuple[Int32[Array, ""], Bool[Array, ""]]:
+    """The earliest request (after one) that has arrived and waits, `requests.count` if there is none.
+
+    Before all others come those whose group runs in part: it holds memory and cannot go on without them.
+
+    Returns:
+      The request, and whether its group runs in part.
+    """
     waiting = (state.progress.status == Status.WAITING) & (requests.arrivals <= state.clock)
+    completes = jnp.bool(False)
+    if memory.can_fork and requests.samples > 1:
+        leaders = by_row(requests.leaders, state.row_request, requests.count)
+        runs = jnp.zeros(requests.count, jnp.bool).at[leaders].set(True, mode="drop")
+        missing = waiting & runs[requests.leaders]
+        completes = jnp.any(missing)
+        waiting = jnp.where(completes, missing, waiting)
     if after is not None:
-        waiting &= jnp.arange(requests.count, dtype=jnp.int32) > after
+        waiting &= completes | (jnp.arange(requests.count, dtype=jnp.int32) > after)
     first = jnp.argmax(waiting).astype(jnp.int32)
-    return jnp.where(waiting[first], first, requests.count)
+    return jnp.where(waiting[first], first, requests.count), completes
 
 
 def _content(
@@ -179,18 +197,14 @@ def _ask(
     if not forks:
         return *run_if(is_new, lambda carry: memory.admit(carry[0], ask), answer), moves
 
-    progress, leader = state.progress, requests.leaders[candidate]
-    parent = jnp.argmax(state.row_request == leader).astype(jnp.int32)
-    stored = memory.seqs(state.memory).lengths[parent]
-    follows = (
-        is_new
-        & (leader != candidate)
-        & (progress.generated[candidate] == 0)
-        & (progress.generated[leader] == 0)
-        & (progress.status[leader] == Status.RUNNING)
-    )
-    ready = follows & (stored == prompt - 1)
-    answer = run_if(ready, lambda carry: memory.fork(carry[0], parent, prompt - 1, prompt, content), answer)
+    # Whoever comes to others that run with the same prompt takes it from one of them, once that has it.
+    leader = requests.leaders[candidate]
+    together = by_row(requests.leaders, state.row_request, requests.count) == leader
+    stored = jnp.where(together, memory.seqs(state.memory).lengths, -1)
+    parent = jnp.argmax(stored).astype(jnp.int32)
+    follows = is_new & jnp.any(together)
+    ready = follows & (stored[parent] >= prompt - 1)
+    answer = run_if(ready, lambda carry: memory.fork(carry[0], parent, prompt - 1, known, content), answer)
     return *run_if(is_new & ~follows, lambda carry: memory.admit(carry[0], ask), answer), moves
 
 
