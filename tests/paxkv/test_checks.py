@@ -131,32 +131,42 @@ def in_chains(state, **changes):
     return replace(state, chains=replace(state.chains, **changes))
 
 
-@corruption("paged_16", "free_ids_are_unique_blocks", "free_and_used_are_all", "references_are_table_entries")
+@corruption("paged_16", "free_ids_are_unique_blocks", "free_blocks_have_no_references")
 def a_free_id_twice(state):
     return in_queue(state, 0, int(state.pool.queue[state.pool.head + 1]))
 
 
-@corruption("paged_16", "free_ids_are_unique_blocks", "free_and_used_are_all", "references_are_table_entries")
+@corruption("paged_16", "free_ids_are_unique_blocks", "free_blocks_have_no_references")
 def a_free_id_that_is_no_block(state):
     return in_queue(state, 0, -1)
 
 
-@corruption("paged_16", "free_ids_are_unique_blocks", "free_and_used_are_all", "references_are_table_entries")
+@corruption("paged_16", "free_ids_are_unique_blocks", "free_blocks_have_no_references")
 def a_hole_that_was_not_counted(state):
     return in_queue(state, 2, 10)
 
 
-@corruption("paged_16", "free_blocks_have_no_references", "references_are_table_entries", "free_and_used_are_all")
+@corruption("paged_16", "free_blocks_have_no_references", "free_blocks_know_their_places")
 def a_held_block_in_the_queue(state):
     return in_queue(state, 0, 3)
 
 
-@corruption("paged_16", "free_blocks_have_no_references")
+@corruption("paged_16", "references_are_table_entries", "free_and_used_are_all", "free_blocks_have_no_references")
+def a_free_block_that_believes_it_is_held(state):
+    return in_pool(state, marks=state.pool.marks.at[7, 0].set(-1))
+
+
+@corruption("paged_16", "references_are_table_entries", "free_and_used_are_all")
+def a_held_block_that_believes_it_is_free(state):
+    return in_pool(state, marks=state.pool.marks.at[0, 0].set(int(state.pool.head)))
+
+
+@corruption("paged_16", "free_blocks_know_their_places")
 def a_free_block_that_does_not_know_its_place(state):
     return in_pool(state, marks=state.pool.marks.at[7, 0].add(1))
 
 
-@corruption("paged_16", "free_ids_are_unique_blocks", "references_are_table_entries")
+@corruption("paged_16", "free_ids_are_unique_blocks", "free_blocks_have_no_references")
 def a_leaked_block(state):
     return in_pool(state, head=state.pool.head + 1)
 
@@ -211,6 +221,18 @@ def a_block_twice_in_a_table(state):
 @corruption("paged_16", "shared_blocks_are_full_unless_forked")
 def two_rows_in_one_half_full_block(state):
     return extra_references(in_table(state, 0, 1, 4), 4, 1)
+
+
+@corruption("paged_16", "shared_blocks_hold_tokens")
+def two_rows_in_one_block_that_neither_has_reached(state):
+    (table,) = state.tables
+    state = extra_references(in_table(state, 0, 2, 4), 4, 1)
+    return replace(state, tables=(replace(state.tables[0], end=table.end.at[0].set(3)),))
+
+
+@corruption("cached", "cached_blocks_are_marked")
+def a_cached_block_that_nobody_knows_to_keep(state):
+    return in_pool(state, marks=state.pool.marks.at[0, 2].set(0))
 
 
 @corruption("cached", "references_are_table_entries")
