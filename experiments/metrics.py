@@ -25,6 +25,7 @@ MODELLED = frozenset(
         "makespan_s",
         "mapping_ms",
         "sync_mapping_ms",
+        "swap_ms",
     }
 )
 """Metrics that rest on the engine's modelled clock."""
@@ -44,8 +45,15 @@ GLOSSARY = {
     "map_calls": "calls into the virtual-memory driver that map a page",
     "mapping_ms": "what those calls take",
     "sync_mapping_ms": "the part of it that a step had to wait for",
-    "preemptions": "how often a running request lost its memory and had to be recomputed",
+    "blocks_saved_share": "blocks that sharing saved, as a share of what would be held without it; of all blocks times "
+    "the modelled time that they were held, idle time aside",
+    "peak_blocks_saved_share": "the same share in the step in which it was largest",
+    "preemptions": "how often a running request lost its memory, to be computed again or to go to the host",
     "recompute_tokens": "stored tokens that preemption threw away",
+    "hit_tokens": "stored tokens that a request found when it was admitted: shared, or brought back from the host",
+    "swapped_out_blocks": "blocks copied to the host; one that still has its copy there is not copied again",
+    "swapped_in_blocks": "blocks copied back from it; one that is still on the device is not copied",
+    "swap_ms": "what those copies take, at `cost.swap_block_ns` each",
     "steps": "steps in which anything was computed",
     "ttft_ms": "time from arrival to the first output token",
     "tpot_ms": "time between output tokens, one value a request of two tokens or more",
@@ -56,8 +64,8 @@ GLOSSARY = {
     "refused_or_empty": "requests that could never fit, or asked for nothing",
     "compared_requests": "requests that every memory served; TTFT, TPOT, ITL and latency are of these",
     "tokens_compared": "requests that this memory and the first one both served",
-    "tokens_equal": "those got the same greedy tokens as under the first memory, near ties aside; - if there were none",
-    "near_tie_differences": "requests whose first differing token was between two logits equal within `near_tie`",
+    "tokens_equal": "those got the same tokens as under the first memory, near ties aside; - if there were none",
+    "near_tie_differences": "requests whose first differing token was between two choices equal within `near_tie`",
     "budget_tokens": "tokens that the budget pays for laid end to end, the same for every memory",
     "capacity_tokens": "tokens that the budget pays for in whole units of this memory",
 }
@@ -128,7 +136,8 @@ def memory_metrics(steps: pl.DataFrame, budget_tokens: float | None = None) -> d
 
     Args:
       steps: one row a step with `duration_ms`, `new_tokens`, `running`, `waiting`, `tokens`, `reserved`, `internal`,
-        `external`, `allocated`, `recompute_tokens`, `map_calls`, `mapping_ms` and `sync_mapping_ms`.
+        `external`, `allocated`, `saved`, `recompute_tokens`, `hit_tokens`, `swapped_out_blocks`, `swapped_in_blocks`,
+        `swap_ms`, `map_calls`, `mapping_ms` and `sync_mapping_ms`.
       budget_tokens: tokens that the budget pays for; what the memory makes of it if None.
 
     Returns:
@@ -141,6 +150,8 @@ def memory_metrics(steps: pl.DataFrame, budget_tokens: float | None = None) -> d
     busy_ms = float(busy["duration_ms"].sum())
     shares = memory_shares(steps, budget_tokens)
     allocated = _mean(measured, "allocated")
+    saved, unshared = busy["saved"], busy["saved"] + busy["allocated"]
+    unshared_ms = float((unshared * busy["duration_ms"]).sum())
     return {
         "peak_running": int(steps["running"].max()),  # pyright: ignore[reportArgumentType]
         "mean_running": _mean(measured, "running"),
@@ -154,7 +165,13 @@ def memory_metrics(steps: pl.DataFrame, budget_tokens: float | None = None) -> d
         "map_calls": int(steps["map_calls"].sum()),
         "mapping_ms": float(steps["mapping_ms"].sum()),
         "sync_mapping_ms": float(steps["sync_mapping_ms"].sum()),
-        "recompute_tokens": int(steps["recompute_tokens"].sum()),
+        "blocks_saved_share": float((saved * busy["duration_ms"]).sum()) / unshared_ms if unshared_ms else 0.0,
+        "peak_blocks_saved_share": float((saved / unshared).fill_nan(0).max() or 0),  # pyright: ignore
+        **{
+            name: int(steps[name].sum())
+            for name in ("recompute_tokens", "hit_tokens", "swapped_out_blocks", "swapped_in_blocks")
+        },
+        "swap_ms": float(steps["swap_ms"].sum()),
         "steps": len(busy),
     }
 

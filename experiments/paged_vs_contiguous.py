@@ -1,25 +1,19 @@
 """The same requests, the same budget, the same model, under every way of handing out the KV cache."""
 
 import dataclasses
-import hashlib
 import pathlib
 from typing import Any, NamedTuple
 
-import numpy as np
 import polars as pl
 
 from experiments import metrics, paged_vs_contiguous_figures
+from experiments.inputs import Inputs, load_inputs
 from experiments.progress import Progress
 from experiments.results import Results, Table
 from experiments.run_directory import RunDirectory
 from experiments.serving import Served, serve
 from experiments.token_check import compare_tokens
-from experiments.workloads.config import WorkloadConfig, load_workload, with_sha256
-from experiments.workloads.tokens import prompt_tokens
-from experiments.workloads.workload import Workload
-from models.checkpoint import load_checkpoint, load_record, model_sha256
-from models.decoder import Decoder, make_decode
-from models.text import load_corpus
+from experiments.workloads.config import WorkloadConfig, with_sha256
 from paxkv.capacity import kv_budget, parse_size
 from paxkv.config import MemoryConfig, make_memory
 from paxkv.contiguous import VAttention
@@ -30,6 +24,7 @@ from paxkv.model_shapes import KVShape
 from paxkv.paged import Paged
 from paxkv.requests import Requests, make_requests
 from paxkv.reserved import Reserved
+from paxkv.scheduler_state import Policy
 from paxkv.sizes import require_int
 
 DESCRIPTION = "Paged, vAttention-style and reserved memory on the same requests and budget, with a trained model."
@@ -56,11 +51,13 @@ class Config:
       rows: most requests that run at once; a batch never exceeds it, however much memory is left.
       max_model_len: most tokens of one sequence, and what `reserved_max` reserves.
       token_budget: most tokens computed in a step.
-      temperature: 0 samples greedily, which is what makes memories comparable token by token.
-      near_tie: a first difference between two memories' greedy tokens is accepted where the best two logits lie
-        within this: recomputation after a preemption adds in another order.
+      temperature: of all requests; 0 samples greedily. Every request draws from a stream of its own.
+      near_tie: a first difference between two memories' tokens is accepted where the best two choices lie within this,
+        in logits: recomputation after a preemption adds in another order.
       steps_per_dispatch: steps between two looks of the host.
       kernels: backend of the attention kernels; None picks the best for the device.
+      policy: whom the scheduler preempts and admits, and how. Only memories with `swap_space` can swap, the others
+        compute again what a preemption took.
       cost: the modelled clock.
       memories: what is compared, by name. The first one is the reference for the tokens.
     """
@@ -79,6 +76,7 @@ class Config:
     near_tie: float = 1e-4
     steps_per_dispatch: int = 16
     kernels: str | None = None
+    policy: Policy = dataclasses.field(default_factory=Policy)
     cost: StepCost = dataclasses.field(default_factory=StepCost)
     memories: dict[str, MemoryConfig] = dataclasses.field(default_factory=dict)
 
@@ -87,12 +85,10 @@ class _Setup(NamedTuple):
     """What a config asks for, made and checked before anything is served."""
 
     engines: dict[str, Engine]  # by memory
-    params: Any
-    workload: Workload
+    inputs: Inputs
     requests: Requests
-    shape: KVShape
+    budget_bytes: int
     budget_tokens: float
-    inputs: dict[str, Any]  # for the manifest
 
 
 def resolve(config: Config) -> Config:
@@ -103,7 +99,7 @@ def resolve(config: Config) -> Config:
         that the config names.
       OSError: a file is missing.
     """
-    model_hash = _prepare(config).inputs["model_sha256"]
+    model_hash = _prepare(config).inputs.facts["model_sha256"]
     return dataclasses.replace(config, model_sha256=model_hash, workload=with_sha256(config.workload))
 
 
@@ -115,20 +111,19 @@ def parts(config: Config) -> list[str]:
 def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, dict[str, Any]]:
     """Serves the workload with each memory in turn, then compares what they did."""
     setup = _prepare(config)
-    run_dir.add_manifest(**setup.inputs)
-    workload = setup.workload
+    inputs = setup.inputs
+    run_dir.add_manifest(**inputs.facts, kv_budget_bytes=setup.budget_bytes)
     for name, engine in setup.engines.items():
         if run_dir.finished_part(name) is None:
-            with progress.task(name, total=workload.num_requests) as advance:
-                shown = 0
-
-                def show(ended: int) -> None:
-                    nonlocal shown
-                    advance(ended - shown)
-                    shown = ended
-
+            with progress.task(name, total=inputs.workload.num_requests) as advance:
                 served = serve(
-                    engine, setup.params, setup.requests, workload, setup.shape, config.steps_per_dispatch, show
+                    engine,
+                    inputs.params,
+                    setup.requests,
+                    inputs.workload,
+                    inputs.shape,
+                    config.steps_per_dispatch,
+                    advance,
                 )
             with run_dir.part(name) as part:
                 _write(part, served, engine.memory, setup.budget_tokens)
@@ -144,61 +139,48 @@ def _prepare(config: Config) -> _Setup:
         raise ValueError(f"near_tie: expected a finite difference of logits, 0 or more, got {config.near_tie}")
     require_int("steps_per_dispatch", config.steps_per_dispatch)
     budget_bytes = kv_budget(parse_size(config.kv_memory, "kv_memory"), config.memory_fraction)
-    model = _load_model(config)
-    shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, element_bytes=4)
-    decode, params = make_decode(model)
-    workload = load_workload(config.workload, config.max_model_len, config.seed)
-    corpus = load_corpus()
-    prompts = prompt_tokens(workload, config.seed, corpus.heldout.tobytes())
+    inputs = load_inputs(config.model, config.model_sha256, config.workload, config.max_model_len, config.seed)
+    memories = {name: _make_memory(name, config, inputs.shape, budget_bytes) for name in config.memories}
+    _check_swapping(config.policy, memories)
     return _Setup(
         engines={
             name: Engine(
-                _make_memory(name, config, shape, budget_bytes),
-                decode,
+                memory,
+                inputs.decode,
                 config.token_budget,
                 config.cost,
                 config.kernels,
+                config.policy if memory.host_blocks else dataclasses.replace(config.policy, preemption="recompute"),
             )
-            for name in config.memories
+            for name, memory in memories.items()
         },
-        params=params,
-        workload=workload,
+        inputs=inputs,
         requests=make_requests(
-            prompts,
-            workload.prompt_len,
-            workload.output_len,
-            workload.arrival_ms,
+            inputs.prompts,
+            inputs.workload.prompt_len,
+            inputs.workload.output_len,
+            inputs.workload.arrival_ms,
             seed=config.seed,
             temperature=config.temperature,
         ),
-        shape=shape,
-        budget_tokens=budget_bytes / shape.token_bytes,
-        inputs={
-            "workload": dataclasses.asdict(workload.provenance),
-            "prompt_text_sha256": corpus.sha256,
-            "prompts_sha256": hashlib.sha256(np.ascontiguousarray(prompts).tobytes()).hexdigest(),
-            "model_sha256": model_sha256(model),
-            "model": load_record(config.model),
-            "kv_budget_bytes": budget_bytes,
-            "kv_bytes_per_token": shape.token_bytes,
-        },
+        budget_bytes=budget_bytes,
+        budget_tokens=budget_bytes / inputs.shape.token_bytes,
     )
 
 
-def _load_model(config: Config) -> Decoder:
-    model = load_checkpoint(config.model)
-    digest = model_sha256(model)
-    if config.model_sha256 not in ("", digest):
+def _check_swapping(policy: Policy, memories: dict[str, KVMemory[Any]]) -> None:
+    """Refuses host memory that nobody would use, and a policy that nobody could follow."""
+    able = [name for name, memory in memories.items() if memory.host_blocks]
+    if policy.preemption == "swap" and not able:
         raise ValueError(
-            f"model_sha256: expected the model {config.model_sha256}, got {digest} in {config.model}; restore the "
-            "checkpoint, or leave model_sha256 out"
+            "policy.preemption: 'swap' needs a memory with `swap_space` for at least one block, got none; give a paged "
+            "one some, or recompute"
         )
-    if config.max_model_len > model.config.max_len:
+    if policy.preemption != "swap" and able:
         raise ValueError(
-            f"max_model_len: expected at most {model.config.max_len}, the context that {config.model} was trained for, "
-            f"got {config.max_model_len}; scale the workload's lengths down instead"
+            f"memories.{able[0]}.swap_space: expected '0 GiB', as policy.preemption is {policy.preemption!r}; leave it "
+            "out, or set policy.preemption: swap"
         )
-    return model
 
 
 def _make_memory(name: str, config: Config, shape: KVShape, budget_bytes: int) -> KVMemory[Any]:
@@ -256,7 +238,7 @@ def _results(config: Config, run_dir: RunDirectory, setup: _Setup) -> dict[str, 
         refused = reference["reason"].str.starts_with("refused") | own["reason"].str.starts_with("refused")
         both = ~refused & (own["output_len"] > 0)
         same = compare_tokens(reference.filter(both), own.filter(both), config.near_tie)
-        compared = int(both.sum()) if config.temperature == 0 else 0
+        compared = int(both.sum())
         found[name] = {
             **metrics.memory_metrics(steps.filter(pl.col("memory") == name), setup.budget_tokens),
             **metrics.request_metrics(own, served_by_all.filter(pl.col("memory") == name)),
@@ -273,7 +255,7 @@ def _results(config: Config, run_dir: RunDirectory, setup: _Setup) -> dict[str, 
 def failed_checks(results: dict[str, dict[str, Any]]) -> list[str]:
     """What every run must show, whatever the workload."""
     failures = [
-        f"{name}: {values['unexplained_differences']} requests got other greedy tokens than under the first memory"
+        f"{name}: {values['unexplained_differences']} requests got other tokens than under the first memory"
         for name, values in results.items()
         if values["tokens_equal"] is False
     ]
@@ -298,6 +280,10 @@ _ROWS = {
     "remainder_waste": ("wasted: remainder", "{:.1%}"),
     "allocated_utilization": ("allocated that holds tokens", "{:.1%}"),
     "preemptions": ("preemptions", "{:.0f}"),
+    "swapped_out_blocks": ("blocks swapped out", "{:,.0f}"),
+    "swapped_in_blocks": ("blocks swapped in", "{:,.0f}"),
+    "hit_tokens": ("tokens found stored", "{:,.0f}"),
+    "blocks_saved_share": ("saved by sharing", "{:.1%}"),
     "map_calls": ("map calls", "{:,.0f}"),
     "steps": ("steps", "{:,.0f}"),
     "ttft_ms_p50": ("TTFT p50, ms (modelled)", "{:,.0f}"),
@@ -305,8 +291,10 @@ _ROWS = {
     "normalized_latency_ms": ("ms per token (modelled)", "{:.1f}"),
     "output_tokens_per_s": ("tokens per s (modelled)", "{:,.0f}"),
     "tokens_compared": ("requests with tokens compared", "{:,.0f}"),
-    "tokens_equal": ("same greedy tokens", "{}"),
+    "tokens_equal": ("same tokens", "{}"),
 }
+_IF_ANY = ("swapped_out_blocks", "swapped_in_blocks", "hit_tokens", "blocks_saved_share")
+"""Rows for what only some memories and policies do."""
 
 
 def tables(results: Results) -> list[Table]:
@@ -323,6 +311,7 @@ def tables(results: Results) -> list[Table]:
     rows = [
         [label, *(cell(values.get(metric), form) for values in results.values())]
         for metric, (label, form) in _ROWS.items()
+        if metric not in _IF_ANY or any(values[metric] for values in results.values())
     ]
     return [
         Table(["", *results], rows, "; ".join(["The same requests and KV budget under each memory", *_notes(results)]))

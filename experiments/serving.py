@@ -11,6 +11,7 @@ import numpy as np
 import polars as pl
 
 from experiments.workloads.workload import Workload
+from paxkv.cost_model import StepCost
 from paxkv.engine import Engine, EngineState, StepRecord, all_ended, init_engine, output_tokens, run_steps
 from paxkv.kv_cache import KVCache, init_kv_cache
 from paxkv.model_shapes import KVShape
@@ -36,18 +37,18 @@ def serve(
     workload: Workload,
     shape: KVShape,
     steps_per_dispatch: int,
-    on_dispatch: Callable[[int], None] = lambda ended: None,
+    on_dispatch: Callable[[int], None] = lambda newly_ended: None,
 ) -> Served:
     """Runs `engine` until every request has ended.
 
     Args:
       engine: the server.
       params: weights of its model.
-      requests: the workload on the device.
+      requests: the workload on the device, perhaps with several sequences of each prompt.
       workload: the same on the host, for the exact arrival times.
       shape: of the model's keys and values; the arrays are f32.
       steps_per_dispatch: steps that run on the device between two looks of the host.
-      on_dispatch: called with the number of requests that have ended.
+      on_dispatch: called with the number of requests that have ended since it was called last.
 
     Raises:
       ValueError: the arrays of keys and values do not fit into the device, or the modelled clock ran out.
@@ -64,7 +65,7 @@ def serve(
 
     records: list[pl.DataFrame] = []
     pictures: list[dict[str, Any]] = []
-    step = clock = 0
+    step = clock = ended = 0
     while not all_ended(state):
         begin = time.perf_counter()
         state, record = advance(params, requests, state)
@@ -78,13 +79,14 @@ def serve(
                 "lower the workload's time_scale or the cost of a step"
             )
         clock = int(state.scheduler.clock)
-        table = _step_table(record, step, engine.cost.map_call_ns).with_columns(wall_ms=pl.lit(wall_ms))
+        table = _step_table(record, step, engine.cost).with_columns(wall_ms=pl.lit(wall_ms))
         if table.is_empty() and not all_ended(state):
             raise RuntimeError(f"no step after step {step} did anything, although requests are waiting")
         records.append(table)
         step += steps_per_dispatch
         pictures.append({"step": step, "owners": np.asarray(picture(state)).tolist()})
-        on_dispatch(int(jnp.sum(state.scheduler.progress.status == Status.ENDED)))
+        before, ended = ended, int(jnp.sum(state.scheduler.progress.status == Status.ENDED))
+        on_dispatch(ended - before)
     return Served(
         steps=pl.concat(records),
         requests=_request_table(requests, state, workload),
@@ -115,7 +117,7 @@ def _owning_requests(memory: Any, state: EngineState) -> jax.Array:
     return jnp.where(request == nobody, -1, request)
 
 
-def _step_table(record: StepRecord, first_step: int, map_call_ns: int) -> pl.DataFrame:
+def _step_table(record: StepRecord, first_step: int, cost: StepCost) -> pl.DataFrame:
     """One row a step, without those in which nothing happened. Times are modelled, in ms."""
     flat = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "usage"}
     flat |= {f.name: getattr(record.usage, f.name) for f in dataclasses.fields(record.usage)}
@@ -125,15 +127,16 @@ def _step_table(record: StepRecord, first_step: int, map_call_ns: int) -> pl.Dat
         clock_ms=pl.col("clock") * TICK_MS,
         duration_ms=pl.col("ticks") * TICK_MS,
         map_calls=pl.col("sync_map_calls") + pl.col("background_map_calls"),
-        mapping_ms=(pl.col("sync_map_calls") + pl.col("background_map_calls")) * (map_call_ns / 1e6),
-        sync_mapping_ms=pl.col("sync_map_calls") * (map_call_ns / 1e6),
+        mapping_ms=(pl.col("sync_map_calls") + pl.col("background_map_calls")) * (cost.map_call_ns / 1e6),
+        sync_mapping_ms=pl.col("sync_map_calls") * (cost.map_call_ns / 1e6),
+        swap_ms=(pl.col("swapped_out_blocks") + pl.col("swapped_in_blocks")) * (cost.swap_block_ns / 1e6),
     )
     happened = (pl.col("new_tokens") > 0) | (pl.col("ticks") > 0) | (pl.col("refused") > 0)
     return table.filter(happened).drop("clock", "ticks")
 
 
 def _request_table(requests: Requests, state: EngineState, workload: Workload) -> pl.DataFrame:
-    """One row a request. Times are modelled, in ms; null for what never happened."""
+    """One row a request, a sample or a beam being one. Times are modelled, in ms; null for what never happened."""
     progress, outputs = state.scheduler.progress, state.outputs
     generated = np.asarray(progress.generated)
     ticks, margins = np.asarray(outputs.ticks), np.asarray(outputs.margins)
@@ -141,12 +144,12 @@ def _request_table(requests: Requests, state: EngineState, workload: Workload) -
     def when(at: jax.Array) -> pl.Series:
         return pl.Series(np.asarray(at)).replace(-1, None) * TICK_MS
 
-    return pl.DataFrame(
+    table = pl.DataFrame(
         {
-            "request": np.arange(workload.num_requests, dtype=np.int32),
-            "arrival_ms": workload.arrival_ms,
-            "prompt_len": workload.prompt_len,
-            "output_len": workload.output_len,
+            "request": np.arange(requests.count, dtype=np.int32),
+            "arrival_ms": np.repeat(workload.arrival_ms, requests.samples),
+            "prompt_len": np.repeat(workload.prompt_len, requests.samples),
+            "output_len": np.repeat(workload.output_len, requests.samples),
             "generated": generated,
             "reason": [Reason(int(r)).name.lower() for r in np.asarray(progress.reason)],
             "admitted_ms": when(progress.admitted_at),
@@ -163,3 +166,4 @@ def _request_table(requests: Requests, state: EngineState, workload: Workload) -
             "margins": pl.List(pl.Float32),
         },
     )
+    return table.with_columns(score=np.asarray(outputs.scores)) if requests.beams else table

@@ -116,7 +116,8 @@ def steps(*rows, **changes):
     names = ("duration_ms", "new_tokens", "running", "waiting", "tokens", "reserved", "internal", "allocated")
     frame = pl.DataFrame(list(rows), schema=names, orient="row")
     external = 100 - pl.col("tokens") - pl.col("reserved") - pl.col("internal")
-    others = {"recompute_tokens": 3, "map_calls": 4, "mapping_ms": 0.5, "sync_mapping_ms": 0.25} | changes
+    others = {"recompute_tokens": 3, "map_calls": 4, "mapping_ms": 0.5, "sync_mapping_ms": 0.25, "saved": 0}
+    others |= {"hit_tokens": 7, "swapped_out_blocks": 2, "swapped_in_blocks": 1, "swap_ms": 1.5} | changes
     return frame.with_columns(pl.col("duration_ms").cast(pl.Float64), external=external, **others)
 
 
@@ -138,7 +139,23 @@ def test_memory_is_averaged_over_the_time_in_which_requests_queued():
     assert found["external_waste"] == pytest.approx((10 * 20 + 30 * 20) / 40 / 100)
     assert found["queueing_share"] == pytest.approx(0.4)
     assert (found["map_calls"], found["mapping_ms"], found["sync_mapping_ms"]) == (16, 2.0, 1.0)
-    assert (found["recompute_tokens"], found["steps"]) == (12, 3)
+    assert (found["recompute_tokens"], found["hit_tokens"], found["steps"]) == (12, 28, 3)
+    assert (found["swapped_out_blocks"], found["swapped_in_blocks"], found["swap_ms"]) == (8, 4, 6.0)
+    assert (found["blocks_saved_share"], found["peak_blocks_saved_share"]) == (0, 0)
+
+
+def test_what_sharing_saves_is_a_share_of_what_would_be_held_without_it_while_anything_runs():
+    found = memory_metrics(
+        steps(
+            (10.0, 5, 2, 1, 50, 20, 10, 80),
+            (30.0, 5, 4, 0, 60, 0, 0, 60),
+            (5.0, 5, 0, 0, 0, 0, 0, 0),
+            (900.0, 0, 1, 0, 10, 0, 0, 10),
+            saved=pl.Series([20, 90, 0, 90]),
+        )
+    )
+    assert found["blocks_saved_share"] == pytest.approx((10 * 20 + 30 * 90) / (10 * 100 + 30 * 150))
+    assert found["peak_blocks_saved_share"] == 0.6
 
 
 def test_without_a_queue_all_busy_steps_count():

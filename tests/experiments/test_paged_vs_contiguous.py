@@ -20,6 +20,7 @@ from models.config import DecoderConfig
 from models.decoder import Decoder
 from paxkv.config import MemoryConfig
 from paxkv.cost_model import StepCost
+from paxkv.scheduler_state import Policy
 
 MODEL = DecoderConfig(vocab=256, width=16, layers=1, q_heads=2, kv_heads=1, head_dim=8, ffn=16, max_len=64)
 PAGED = MemoryConfig(kind="paged", block_size=4)
@@ -282,17 +283,45 @@ def test_where_nothing_is_compared_nothing_is_said_to_be_equal(refusing, tmp_pat
     assert experiment.failed_checks(results) == []
     (table,) = experiment.tables(results)
     rows = {row[0]: list(row[1:]) for row in table.rows}
-    assert rows["same greedy tokens"] == rows["TTFT p50, ms (modelled)"] == ["-", "-"]
+    assert rows["same tokens"] == rows["TTFT p50, ms (modelled)"] == ["-", "-"]
     assert rows["requests with tokens compared"] == ["0", "0"]
     assert len(experiment.figures(tmp_path / "nobody")) == 3 + len(config.memories)
 
 
-def test_sampled_tokens_are_not_compared(config, tmp_path):
-    config = dataclasses.replace(config, temperature=1.0, memories={"paged": PAGED})
+def test_drawn_tokens_are_compared_as_well(config, tmp_path):
+    memories = {name: MEMORIES[name] for name in ("paged", "reserved_max")}
+    config = dataclasses.replace(config, temperature=1.0, memories=memories)
     with begin(tmp_path / "run") as run_dir:
-        (values,) = experiment.run(config, run_dir, Progress()).values()
-    assert (values["tokens_compared"], values["tokens_equal"]) == (0, None)
-    assert values["compared_requests"] == 14
+        results = experiment.run(config, run_dir, Progress())
+    assert [(values["tokens_compared"], values["tokens_equal"]) for values in results.values()] == [(14, True)] * 2
+    tokens = pl.read_parquet(tmp_path / "run" / "requests.parquet")["tokens"].explode()
+    assert tokens.n_unique() > 100, "an untrained model is far from sure"
+
+
+def test_only_memories_with_room_on_the_host_swap(config, tmp_path):
+    host = dataclasses.replace(PAGED, swap_space="4 KiB")
+    config = dataclasses.replace(
+        config, memories={"paged": PAGED, "host": host}, policy=Policy(preemption="swap", victim="least_work")
+    )
+    with begin(tmp_path / "run") as run_dir:
+        results = experiment.run(experiment.resolve(config), run_dir, Progress())
+    assert experiment.failed_checks(results) == []
+    paged, swapping = results["paged"], results["host"]
+    assert paged["swapped_out_blocks"] == 0 < paged["recompute_tokens"]
+    assert swapping["swapped_out_blocks"] > 0 == swapping["recompute_tokens"]
+    assert swapping["hit_tokens"] > 0 == paged["hit_tokens"]
+    assert swapping["swap_ms"] == 0, "no cost was given"
+    (table,) = experiment.tables(results)
+    assert {"blocks swapped out", "blocks swapped in", "tokens found stored"} < {row[0] for row in table.rows}
+    (table,) = experiment.tables({"paged": paged})
+    assert not any("swapped" in row[0] or "stored" in row[0] for row in table.rows)
+
+
+def test_a_swap_that_nobody_could_make_and_room_that_nobody_would_use_are_refused(config):
+    with pytest.raises(ValueError, match=r"policy.preemption: 'swap' needs a memory with `swap_space`"):
+        experiment.resolve(dataclasses.replace(config, policy=Policy(preemption="swap")))
+    with pytest.raises(ValueError, match=r"memories\.paged\.swap_space: expected '0 GiB', as policy.preemption is"):
+        experiment.resolve(changed(config, swap_space="4 KiB"))
 
 
 def test_averages_over_all_busy_time_are_marked(finished):

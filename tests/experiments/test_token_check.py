@@ -1,7 +1,14 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
 import polars as pl
 import pytest
+from flax import nnx
 
-from experiments.token_check import compare_tokens
+from experiments import token_check
+from experiments.token_check import compare_tokens, scores_without_cache
+from models.config import DecoderConfig
+from models.decoder import Decoder, forward, make_decode
 
 NEAR_TIE = 1e-4
 
@@ -48,3 +55,24 @@ def test_any_other_difference_is_unexplained(a, b):
 def test_another_number_of_requests_is_refused():
     with pytest.raises(ValueError, match="zip"):
         check([([1], [1])], [([1], [1]), ([1], [1])])
+
+
+@pytest.mark.parametrize("batch_tokens", [50, 4096])
+def test_a_score_is_the_log_probability_of_the_answer_alone(batch_tokens, monkeypatch):
+    monkeypatch.setattr(token_check, "BATCH_TOKENS", batch_tokens)  # three and all at a time
+    shape = DecoderConfig(vocab=11, width=8, layers=1, q_heads=2, kv_heads=1, head_dim=4, ffn=8, max_len=32)
+    decode, params = make_decode(Decoder(shape, rngs=nnx.Rngs(1)))
+    params = jax.tree.map(lambda weights: weights * 20, params)  # far from uniform
+    rng = np.random.default_rng(0)
+    prompts = rng.integers(11, size=(4, 9)).astype(np.int32)
+    lengths, counts = np.array([9, 4, 1, 5], np.int32), [6, 0, 3, 1]
+    answers = [rng.integers(11, size=count).tolist() for count in counts]
+    table = pl.DataFrame({"prompt_len": lengths, "tokens": answers}, schema_overrides={"tokens": pl.List(pl.Int32)})
+    scores = scores_without_cache(decode, params, prompts, table)
+    for prompt, length, answer, score in zip(prompts, lengths, answers, scores, strict=True):
+        tokens = np.concatenate([prompt[:length], np.array(answer, np.int32)])
+        logits = np.asarray(forward(decode, params, jnp.asarray(tokens)[None])[0], np.float64)
+        log_p = logits - np.log(np.sum(np.exp(logits), axis=1, keepdims=True))
+        expected = sum(log_p[place - 1, tokens[place]] for place in range(length, len(tokens)))
+        assert score == pytest.approx(expected, abs=1e-4)
+        assert expected < -1 or not answer
