@@ -178,7 +178,8 @@ def abort(
 ) -> SchedulerState:
     """Ends requests between two steps, wherever they stand: not arrived, waiting, running, or parked on the host.
 
-    What they published stays cached. A request that has ended already is left alone.
+    What they published stays cached. A request that has ended already is left alone. The beams of a prompt are one
+    search: who aborts one of them aborts all.
 
     Args:
       memory: the memory.
@@ -187,6 +188,9 @@ def abort(
       unwanted: the requests to end.
     """
     progress = state.progress
+    if requests.beams:
+        groups = jnp.zeros(requests.count, jnp.bool).at[requests.leaders].max(unwanted)
+        unwanted = groups[requests.leaders]
     ends = unwanted & (progress.status != Status.ENDED)
     leaves = ends.at[state.row_request].get(mode="fill", fill_value=False)
     memory_state, places = memory.release(state.memory, leaves), state.places
