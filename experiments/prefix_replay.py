@@ -83,7 +83,7 @@ def replay(
             priority=jnp.asarray(prompts.priorities),
             number=jnp.arange(len(prompts), dtype=jnp.int32),
         ),
-        jnp.int32(num_blocks),
+        _Carry(_begin(memory, num_blocks), jnp.full(memory.rows, _NOBODY, jnp.int32)),
     )
     outcomes = np.asarray(columns.pop("outcome"))
     if (outcomes != Outcome.OK).any():
@@ -101,10 +101,20 @@ def replay(
     )
 
 
-@jax.jit(static_argnames=("memory", "unit", "chunk_tokens"))
+def _begin(memory: Paged, num_blocks: int) -> PagedState:
+    """The empty memory, all but `num_blocks` blocks set aside. Not in the program, which XLA would fold it into."""
+    state = memory.init()
+    every = jnp.arange(memory.num_blocks, dtype=jnp.int32)
+    set_aside = jnp.where(every < num_blocks, memory.num_blocks, every)
+    return dataclasses.replace(state, pool=retain(state.pool, set_aside))
+
+
+@jax.jit(static_argnames=("memory", "unit", "chunk_tokens"), donate_argnames="carry")
 def _scan(
-    memory: Paged, unit: int, chunk_tokens: int, prompts: _Prompt, num_blocks: Int32[Array, ""]
+    memory: Paged, unit: int, chunk_tokens: int, prompts: _Prompt, carry: _Carry
 ) -> tuple[_Carry, dict[str, Int32[Array, " prompts"]]]:
+    num_blocks = carry.state.pool.num_free  # nothing is held yet
+
     def one(carry: _Carry, prompt: _Prompt) -> tuple[_Carry, dict[str, Array]]:
         evictions = _evictions(carry.state)
         carry, row, outcome = _admit(memory, unit, carry, prompt)
@@ -120,11 +130,7 @@ def _scan(
         }
         return dataclasses.replace(carry, state=state), columns
 
-    state = memory.init()
-    every = jnp.arange(memory.num_blocks, dtype=jnp.int32)
-    set_aside = jnp.where(every < num_blocks, memory.num_blocks, every)
-    state = dataclasses.replace(state, pool=retain(state.pool, set_aside))
-    return jax.lax.scan(one, _Carry(state, jnp.full(memory.rows, _NOBODY, jnp.int32)), prompts)
+    return jax.lax.scan(one, carry, prompts)
 
 
 def _admit(
