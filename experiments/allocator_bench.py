@@ -68,12 +68,13 @@ class Config:
     hash_tokens: int = 50_000
     repeats: int = 21
 
-    def check(self) -> None:
-        """Refuses a measurement in which the pool would run dry, or with nothing to subtract.
-
-        Raises:
-          ValueError: naming the field, what was expected and what came.
-        """
+    def __post_init__(self) -> None:
+        """Refuses a measurement in which the pool would run dry, or with nothing to subtract."""
+        if min(self.rows, self.block_size, self.scale, self.repeats) < 1:
+            raise ValueError(
+                f"rows, block_size, scale, repeats: expected at least 1, got {self.rows}, {self.block_size}, "
+                f"{self.scale} and {self.repeats}"
+            )
         if not 0 < self.short_steps < self.long_steps:
             raise ValueError(
                 f"short_steps: expected between 0 and long_steps = {self.long_steps}, got {self.short_steps}"
@@ -84,8 +85,6 @@ class Config:
                 f"num_blocks: expected at least {needed}, so that {self.rows} rows can grow by {self.long_steps} "
                 f"tokens, got {self.num_blocks}; raise it, or lower long_steps"
             )
-        if self.scale < 1 or self.repeats < 1:
-            raise ValueError(f"scale, repeats: expected at least 1, got {self.scale} and {self.repeats}")
         if not 4 <= self.prompts <= self.rows:
             raise ValueError(
                 f"prompts: expected 4 (of which a short scan takes a quarter) to rows = {self.rows}, got {self.prompts}"
@@ -152,7 +151,6 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
 
     The difference leaves out what is paid once for a dispatch (entering the program, first touch of the arrays).
     """
-    config.check()
     everything = [case for scale in sorted({1, config.scale}) for case in cases(config, scale)]
     timings: list[dict[str, Any]] = []
     with progress.task("timing", total=config.repeats) as advance:

@@ -176,6 +176,7 @@ def test_every_record_is_that_of_the_oracle(name):
             "hit_tokens": 0,
             "swapped_out_blocks": 0,
             "swapped_in_blocks": 0,
+            "copied_blocks": 0,
             "usage": {
                 "saved": 0,
                 **dict(zip(("tokens", "reserved", "internal", "external", "allocated"), step.usage, strict=True)),
