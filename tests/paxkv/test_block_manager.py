@@ -87,4 +87,4 @@ def test_manager_agrees_with_the_oracle(name):
 
 @pytest.mark.parametrize("name", MEMORIES)
 def test_manager_agrees_with_the_oracle_for_long(name):
-    drive(Twins(MEMORIES[name]), seed=0, steps=150)
+    drive(Twins(MEMORIES[name]), seed=0, steps=300)

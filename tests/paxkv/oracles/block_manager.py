@@ -279,16 +279,19 @@ class BlockManager(Blocks):
     # ---- what happens between steps --------------------------------------------------------------------------------
 
     def fork(self, parent: int, length: int, promised: int, prompt: Prompt) -> tuple[int, int]:
-        """Another row with the first `length` tokens of this one, in the same blocks."""
+        """Another row with the first `length` tokens of this one, in the same blocks, that may grow as promised."""
         wrong = not self.is_live(parent) or not 0 <= length <= self.length(parent)
-        if not wrong:
-            for group, layers in self.groups:
-                gone = self.table(parent, group).count(None)
-                wrong = wrong or gone > layers.out_of_view(length) // layers.block_size
+        wrong = wrong or not length <= promised <= self.knobs.max_len
+        for group, layers in self.groups if not wrong else []:
+            # The first token of the fork may see blocks that have left the view of its parent.
+            wrong = wrong or self.table(parent, group).count(None) > layers.out_of_view(length) // layers.block_size
         if wrong:
             return self.knobs.rows, self.fault(OUT_OF_RANGE, min(max(parent, 0), self.knobs.rows - 1))
+        # Full blocks stay shared; the half-full one is written by one of the two, and so the other needs its own.
+        full = [[None] * (length // layers.block_size) for _, layers in self.groups]
+        need = self.still_needs(max(promised, length + 1), full) + self.owed()
         unpublished = self.knobs.cache and length > len(self.rows[parent].tokens)
-        if None not in self.rows or not self.free or self.waits(parent) or unpublished:
+        if None not in self.rows or need > len(self.free) or self.waits(parent) or unpublished:
             return self.knobs.rows, LATER
 
         source = self.rows[parent]

@@ -90,11 +90,18 @@ class Operations:
     def __init__(self, memory: Paged):
         self.memory = memory
         self.compiled: dict[str, Any] = {}
+        self.examples: dict[str, tuple] = {}  # arguments of each
 
     def __call__(self, name: str, *arguments: Any) -> Any:
         if name not in self.compiled:
-            self.compiled[name] = jax.jit(getattr(self, name)).lower(*arguments).compile(quickly())
+            self.examples[name] = arguments
+            self.compiled[name] = self.compile(name, arguments)
         return self.compiled[name](*arguments)
+
+    def compile(self, name: str, arguments: tuple) -> Any:
+        operation = getattr(self, name)
+        # A new function each time: of one that it has seen, jax knows the program, whatever was patched since.
+        return jax.jit(lambda *given: operation(*given)).lower(*arguments).compile(quickly())
 
     def admit(self, state, asked):
         return self.memory.admit(state, asked)

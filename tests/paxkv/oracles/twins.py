@@ -2,6 +2,7 @@
 
 import dataclasses
 import random
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -227,36 +228,43 @@ class Driver:
     def room(self, row: int) -> int:
         return self.memory.max_len - self.plain.length(row) if self.plain.is_live(row) else 0
 
-    def text(self, rng: random.Random, length: int) -> tuple[int, ...]:
-        """One that begins like an earlier one."""
-        known = rng.choice(self.texts)
-        known = known[: rng.choice([len(known), rng.randint(0, len(known))])]
-        return (known + tuple(rng.randrange(self.letters) for _ in range(length)))[:length]
+    def text(self, rng: random.Random) -> tuple[int, ...]:
+        """One that begins like an earlier one, more often than not up to the end of that or of a block."""
+        known, size = rng.choice(self.texts), self.memory.block_size
+        cut = rng.choice([len(known), len(known) // size * size, rng.randint(0, len(known))])
+        more = rng.choice([0, 0, 1, size, rng.randint(0, 2 * size), rng.randint(0, 6 * size)])
+        more = more if rng.random() < 0.95 else self.memory.max_len
+        text = known[:cut] + tuple(rng.randrange(self.letters) for _ in range(more))
+        return text[: self.memory.max_len] or (0,)
+
+    def remember(self, text: Iterable[int]) -> None:
+        self.texts = [*self.texts[-5:], tuple(text)]
 
     def admit(self, rng: random.Random) -> None:
-        length = rng.choice([1, self.memory.max_len, rng.randint(1, self.memory.max_len), rng.randint(1, 9)])
         prompt = Prompt(
-            self.text(rng, min(length, self.memory.max_len)),
-            adapter=rng.choice([0, 0, 0, 1]),
-            salt=rng.choice([0, 0, 0, 1]),
+            self.text(rng),
+            adapter=int(rng.random() < 0.1),
+            salt=int(rng.random() < 0.1),
             resumed=rng.random() < 0.2,
             lookup=rng.random() < 0.9,
             priority=rng.randint(0, 3),
         )
-        final = rng.choice([0, len(prompt.tokens), self.memory.max_len, self.memory.max_len + 1])
-        sequences = rng.choice([1, 1, rng.randint(1, self.memory.rows + 1)]) if self.memory.forks else 1
+        final = rng.choice([0] * 8 + [self.memory.max_len, self.memory.max_len + 1])
+        several = self.memory.forks and rng.random() < 0.2
+        sequences = rng.randint(2, self.memory.rows + 1) if several else 1
         row, outcome = self.twins.admit(prompt, final, sequences)
         if outcome == OK:
-            self.texts = [*self.texts[-5:], prompt.tokens]
+            self.remember(prompt.tokens)
             self.to_come[row] = list(prompt.tokens[self.plain.length(row) :])
 
     def grow(self, rng: random.Random, most: int | None = None) -> None:
         """Some rows store some tokens: of their prompts, then of their own."""
         limit = most or self.memory.max_len
-        counts = [
-            rng.choice([0, min(limit, self.room(r)), min(limit, rng.randint(0, self.room(r))), min(1, self.room(r))])
-            for r in range(self.memory.rows)
-        ]
+        counts = []
+        for row, rest in enumerate(self.to_come):
+            count = rng.choice([0, len(rest), len(rest), len(rest) + rng.randint(0, 4), rng.randint(0, len(rest))])
+            count = count if rng.random() < 0.95 else self.room(row)
+            counts.append(min(count, limit, self.room(row)))
         if self.twins.append(counts, most) != OK:
             return
         for row, count in enumerate(counts):
@@ -275,6 +283,9 @@ class Driver:
 
     def release(self, rng: random.Random, rows: list[int] | None = None) -> None:
         rows = [row for row in self.live() if rng.random() < 0.4] if rows is None else rows
+        for row in rows:
+            if self.plain.is_live(row):
+                self.remember(self.plain.rows[row].tokens)  # it may come back
         self.twins.both("release", [row in rows for row in range(self.memory.rows)])
         for row in rows:
             self.unpublished[row], self.to_come[row] = [], []
@@ -310,11 +321,11 @@ class Driver:
                 self.to_come[row] = list(self.to_come[sources[row]])
 
     def some_blocks(self, rng: random.Random) -> list[int]:
-        return [rng.randrange(self.memory.num_blocks) for _ in range(rng.randint(1, 3))]
+        return [rng.randrange(self.memory.num_blocks) for _ in range(rng.randint(1, 2))]
 
     def between(self, rng: random.Random) -> None:
         """What happens between steps."""
-        kind = rng.choice(["evict", "pin", "pin", "unpin", "unpin", "reset", "bump_epoch"])
+        kind = rng.choice(["evict"] * 2 + ["pin"] * 3 + ["unpin"] * 5 + ["reset", "bump_epoch"])
         if kind == "reset":
             self.twins.both("reset", plain="reset_cache")
         elif kind == "bump_epoch":
@@ -352,11 +363,11 @@ class Driver:
         if self.plain.copies and rng.random() < 0.7:
             self.twins.both("copied")
             return
-        kinds = {"admit": 8, "grow": 6, "decode": 6, "background": 2, "release": 4, "misuse": 1}
+        kinds = {"admit": 10, "grow": 7, "decode": 4, "background": 2, "release": 6, "misuse": 1}
         if self.memory.cache:
-            kinds |= {"publish": 2, "between": 3}
+            kinds |= {"publish": 2, "between": 2}
         if self.memory.forks:
-            kinds |= {"fork": 4, "reorder": 2}
+            kinds |= {"fork": 3, "reorder": 1}
         kind = rng.choices(list(kinds), weights=list(kinds.values()))[0]
         if kind == "decode":
             self.grow(rng, most=1)
