@@ -52,6 +52,7 @@ def kinds(memory: Paged) -> dict[str, Kind]:
     """What can be done to this memory, and what should not be."""
     ok, later, never = Outcome.OK, Outcome.LATER, Outcome.NEVER
     short, double_free, out_of_range = Outcome.OUT_OF_BLOCKS, Outcome.DOUBLE_FREE, Outcome.OUT_OF_RANGE
+    waiting = (out_of_range,) if memory.forks else ()  # copies may be pending
     found = {
         "admit": Kind(operations.admit, 10, (ok, later, never)),
         "decode": Kind(operations.decode, 14, (ok, short)),

@@ -25,6 +25,7 @@ def config_of(name):
     return configs.decode(fuzz.Config, configs.read_yaml(CONFIGS / name))
 
 
+@pytest.mark.slow
 def test_fifty_thousand_operations_leave_nothing_wrong(tmp_path):
     config = fuzz.resolve(config_of("ci.yaml"))
     with RunDirectory.open(tmp_path / "run") as run_dir:

@@ -9,6 +9,8 @@ from hypothesis import strategies as st
 
 from tests.paxkv.oracles.twins import MEMORIES, Driver, Twins, drive
 
+pytestmark = pytest.mark.slow
+
 CHOICES = st.randoms(use_true_random=False)
 
 

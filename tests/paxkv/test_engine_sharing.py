@@ -159,7 +159,7 @@ def search(prompt, count, width):
 
 
 @pytest.mark.parametrize("name", FORKING)
-@pytest.mark.parametrize("width", [2, 4])
+@pytest.mark.parametrize("width", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_beams_are_the_best_sequences(name, width):
     requests = workload(count=5, samples=width, beams=True)
     state, _ = serve(name, requests)

@@ -17,6 +17,8 @@ from tests.paxkv.oracles.block_manager import Prompt
 from tests.paxkv.oracles.jitted import ints
 from tests.paxkv.oracles.swap_server import Server
 
+pytestmark = pytest.mark.slow
+
 DATA = Paged(rows=3, max_len=24, block_size=4, num_blocks=7, host_blocks=9, forks=True, cache=PrefixCache())
 Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 SHAPES = (KV_HEADS, HEAD_DIM), (KV_HEADS,)  # of a token's key or value, and of its scales
