@@ -110,8 +110,12 @@ class Case(NamedTuple):
 def cases(config: Config, scale: int) -> list[Case]:
     """Every transition in a pool of `scale` times the blocks. Compiles and warms up."""
     num_blocks = config.num_blocks * scale
-    decoding = {"max_len": config.block_size + config.long_steps, "block_size": config.block_size}
-    plain = Paged(rows=config.rows, num_blocks=num_blocks, **decoding)
+    plain = Paged(
+        rows=config.rows,
+        max_len=config.block_size + config.long_steps,
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+    )
     cached = dataclasses.replace(plain, cache=PrefixCache())
     steps = (config.short_steps, config.long_steps)
 
