@@ -42,6 +42,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "capacity": "experiments.capacity",
     "fuzz": "experiments.fuzz",
     "paged_vs_contiguous": "experiments.paged_vs_contiguous",
+    "parallel_sampling": "experiments.parallel_sampling",
     "prefix_sharing": "experiments.prefix_sharing",
 }
 

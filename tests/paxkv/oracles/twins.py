@@ -232,8 +232,11 @@ class Driver:
         """One that begins like an earlier one, more often than not up to the end of that or of a block."""
         known, size = rng.choice(self.texts), self.memory.block_size
         cut = rng.choice([len(known), len(known) // size * size, rng.randint(0, len(known))])
-        more = rng.choice([0, 0, 1, size, rng.randint(0, 2 * size), rng.randint(0, 6 * size)])
-        more = more if rng.random() < 0.95 else self.memory.max_len
+        more = rng.choice([0, 0, 1, size, rng.randint(0, 6 * size)])
+        if cut + more < 2 * size and rng.random() < 0.8:
+            more = rng.randint(2 * size, 4 * size)
+        if rng.random() < 0.05:
+            more = self.memory.max_len
         text = known[:cut] + tuple(rng.randrange(self.letters) for _ in range(more))
         return text[: self.memory.max_len] or (0,)
 
@@ -262,7 +265,7 @@ class Driver:
         limit = most or self.memory.max_len
         counts = []
         for row, rest in enumerate(self.to_come):
-            count = rng.choice([0, len(rest), len(rest), len(rest) + rng.randint(0, 4), rng.randint(0, len(rest))])
+            count = rng.choice([0, len(rest), len(rest), len(rest) + rng.randint(0, 2), rng.randint(0, len(rest))])
             count = count if rng.random() < 0.95 else self.room(row)
             counts.append(min(count, limit, self.room(row)))
         if self.twins.append(counts, most) != OK:
@@ -282,7 +285,7 @@ class Driver:
         self.unpublished = [new[count:] for new, count in zip(self.unpublished, counts, strict=True)]
 
     def release(self, rng: random.Random, rows: list[int] | None = None) -> None:
-        rows = [row for row in self.live() if rng.random() < 0.4] if rows is None else rows
+        rows = [row for row in self.live() if rng.random() < 0.3] if rows is None else rows
         for row in rows:
             if self.plain.is_live(row):
                 self.remember(self.plain.rows[row].tokens)  # it may come back
@@ -323,9 +326,14 @@ class Driver:
     def some_blocks(self, rng: random.Random) -> list[int]:
         return [rng.randrange(self.memory.num_blocks) for _ in range(rng.randint(1, 2))]
 
+    def parents(self) -> list[int]:
+        """Blocks without which others that are cached cannot be reached."""
+        needed = [content.parent for content in self.plain.contents()]
+        return [b for b, block in enumerate(self.plain.blocks) if block.content and block.content in needed]
+
     def between(self, rng: random.Random) -> None:
         """What happens between steps."""
-        kind = rng.choice(["evict"] * 2 + ["pin"] * 3 + ["unpin"] * 5 + ["reset", "bump_epoch"])
+        kind = rng.choice(["evict"] * 6 + ["pin"] * 3 + ["unpin"] * 5 + ["reset", "bump_epoch"])
         if kind == "reset":
             self.twins.both("reset", plain="reset_cache")
         elif kind == "bump_epoch":
@@ -333,6 +341,8 @@ class Driver:
         elif kind == "unpin":
             pinned = [b for b, block in enumerate(self.plain.blocks) for _ in range(block.pins)]
             self.twins.both("unpin", rng.sample(pinned, rng.randint(0, len(pinned))))
+        elif kind == "evict" and self.parents() and rng.random() < 0.5:
+            self.twins.both("evict", [rng.choice(self.parents())])
         else:
             self.twins.both(kind, self.some_blocks(rng))
 
