@@ -16,6 +16,7 @@ from tests.paxkv.oracles.swap_server import EIGHT, MEMORIES, TIGHT, Server, oper
 from tests.paxkv.oracles.swapping import SwapTwins, drive_swaps
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MEMORIES)
 def test_both_pools_agree_with_the_oracle(name):
     drive_swaps(SwapTwins(MEMORIES[name], operations(MEMORIES[name])), seed=0, steps=200)
