@@ -42,7 +42,7 @@ def forgets_that_a_last_block_is_written(patch):
     patch.setattr(swap_state, "part_written", lambda state, *of: state)
 
 
-@mutant("shared", "append", "append_one")
+@mutant("plain", "append", "append_one")
 def looks_for_the_written_block_where_the_row_ends(patch):
     right = swap_state.part_written
     patch.setattr(swap_state, "part_written", lambda s, g, t, lengths, grows: right(s, g, t, lengths + 1, grows))
