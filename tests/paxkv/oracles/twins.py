@@ -268,6 +268,8 @@ class Driver:
             count = rng.choice([0, len(rest), len(rest), len(rest) + rng.randint(0, 2), rng.randint(0, len(rest))])
             count = count if rng.random() < 0.95 else self.room(row)
             counts.append(min(count, limit, self.room(row)))
+        if most == 1 and rng.random() < 0.5:  # all who run go on by a token
+            counts = [min(1, self.room(row)) for row in range(self.memory.rows)]
         if self.twins.append(counts, most) != OK:
             return
         for row, count in enumerate(counts):
