@@ -188,11 +188,19 @@ class Paged:
         return jnp.stack(most, axis=-1)
 
     def owed(self, state: PagedState) -> Int32[Array, ""]:
-        """Blocks that sequences were promised when they were admitted, and have not taken yet."""
+        """Blocks that sequences were promised when they were admitted, and have not taken yet.
+
+        Whoever has still to write into a block that others share was promised a copy of it.
+        """
         first = jnp.stack([table.first for table in state.tables], axis=-1)
         end = jnp.stack([table.end for table in state.tables], axis=-1)
         owed = jnp.maximum(self.most_held(state.seqs.promised, first) - (end - first), 0)
-        return jnp.sum(jnp.where(state.seqs.active[:, None], owed, 0))
+        total = jnp.sum(jnp.where(state.seqs.active[:, None], owed, 0))
+        for group, table in zip(self.layer_groups, state.tables, strict=True) if self.forks else ():
+            lengths, promised = state.seqs.lengths, state.seqs.promised
+            writes = sharing.tail_writes(table, state.pool, lengths, promised, group.block_size)
+            total += jnp.sum(writes.copies, dtype=jnp.int32)
+        return total
 
     def demand(self, state: PagedState, new_lengths: Int32[Array, " rows"]) -> Int32[Array, " rows"]:
         total = jnp.zeros(self.rows, jnp.int32)

@@ -66,7 +66,7 @@ def admit_waiting(
         state = so_far.state
         known = requests.prompt_lens[candidate] + state.progress.generated[candidate]
         content = _content(requests, transcripts, state, candidate)
-        memory_state, row, outcome, moves = _ask(
+        memory_state, row, outcome, moves, forked = _ask(
             memory, requests, state, candidate, known, final[candidate], content, so_far.moves
         )
         ok, ends = outcome == Outcome.OK, outcome == Outcome.NEVER
@@ -76,6 +76,8 @@ def admit_waiting(
         stored = memory.seqs(state.memory).lengths.at[row].get(mode="fill", fill_value=0)
         together = memory.can_fork & (requests.group_sizes[candidate] > 1)
         wanted = known - stored - together.astype(jnp.int32)  # the last token waits until all are there
+        # What a fork shares may be computed in this very step, after the copy that its first token would need.
+        wanted = jnp.where(forked, 0, wanted)
         tokens = jnp.minimum(wanted, token_budget - jnp.sum(so_far.granted))
         granted = jnp.zeros(memory.rows, jnp.int32).at[row].set(tokens, mode="drop")
         if at_once:
@@ -164,8 +166,12 @@ def _ask(
     final: Int32[Array, ""],
     content: Content | None,
     moves: Moves | None,
-) -> tuple[Any, Int32[Array, ""], Int32[Array, ""], Moves | None]:
-    """Asks memory to admit the candidate, to fork it from the one that computed its prompt, or to swap it in."""
+) -> tuple[Any, Int32[Array, ""], Int32[Array, ""], Moves | None, Bool[Array, ""]]:
+    """Asks memory to admit the candidate, to fork it from the one that computed its prompt, or to swap it in.
+
+    Returns:
+      The memory's state, the row and the `Outcome`; the blocks to copy back from the host; and whether it was a fork.
+    """
     prompt = requests.prompt_lens[candidate]
     no_output = requests.output_lens[candidate] == 0
     too_long = prompt >= memory.max_len
@@ -179,7 +185,7 @@ def _ask(
     )
     forks = memory.can_fork and requests.samples > 1
     if not forks and moves is None:
-        return *memory.admit(state.memory, ask), None
+        return *memory.admit(state.memory, ask), None, jnp.bool(False)
 
     # Of the loops below one runs once, or none does: then the candidate waits for its prompt.
     answer = (state.memory, jnp.int32(memory.rows), jnp.int32(Outcome.LATER))
@@ -195,7 +201,7 @@ def _ask(
 
         answer, moves = run_if(~is_new, come_back, (answer, moves))
     if not forks:
-        return *run_if(is_new, lambda carry: memory.admit(carry[0], ask), answer), moves
+        return *run_if(is_new, lambda carry: memory.admit(carry[0], ask), answer), moves, jnp.bool(False)
 
     # Whoever comes to others that run with the same prompt takes it from one of them, once that has it.
     leader = requests.leaders[candidate]
@@ -205,7 +211,7 @@ def _ask(
     follows = is_new & jnp.any(together)
     ready = follows & (stored[parent] >= prompt - 1)
     answer = run_if(ready, lambda carry: memory.fork(carry[0], parent, prompt - 1, known, content), answer)
-    return *run_if(is_new & ~follows, lambda carry: memory.admit(carry[0], ask), answer), moves
+    return *run_if(is_new & ~follows, lambda carry: memory.admit(carry[0], ask), answer), moves, ready
 
 
 def _book(

@@ -101,6 +101,16 @@ def greedy(index, logits):
     return np.argmax(logits)
 
 
+def drawn(requests, request):
+    """Draws from the request's own keys at a temperature of 1.3."""
+
+    def choose(index, logits):
+        key = jax.random.fold_in(requests.keys[request], index)
+        return jax.random.categorical(key, jnp.asarray(logits / 1.3, jnp.float32))
+
+    return choose
+
+
 @pytest.mark.parametrize("name", MEMORIES)
 def test_shared_prefixes_change_no_token(name):
     requests = workload()
@@ -128,21 +138,26 @@ def test_samples_of_a_prompt_are_drawn_from_their_own_keys_and_share_its_blocks(
     requests = workload(count=5, samples=3, temperature=1.3)
     state, records = serve(name, requests)
 
-    def choose_by(request):
-        def choose(index, logits):
-            key = jax.random.fold_in(requests.keys[request], index)
-            return jax.random.categorical(key, jnp.asarray(logits / 1.3, jnp.float32))
-
-        return choose
-
     for request, tokens in enumerate(output_tokens(requests, state)):
-        assert tokens == expected(request // 3, choose_by(request)), f"sample {request % 3} of prompt {request // 3}"
+        assert tokens == expected(request // 3, drawn(requests, request)), (
+            f"sample {request % 3} of prompt {request // 3}"
+        )
     assert (records.usage.saved > 0).any()
     assert len({tuple(t) for t in output_tokens(requests, state)}) > 10
     # Forks share all but the last token of the prompt; where that is in a block with others, all but one copy it.
     torn = sum((length - 1) % MEMORIES[name].block_size != 0 for length in LENGTHS[:5])
     assert records.preempted.sum() == 0
     assert records.copied_blocks.sum() == 2 * torn
+
+
+def test_samples_that_come_back_share_again_and_are_drawn_as_if_they_had_never_left(monkeypatch):
+    short = Paged(rows=6, max_len=MAX_LEN, block_size=4, num_blocks=17, forks=True)
+    monkeypatch.setitem(MEMORIES, "short", short)
+    requests = workload(count=5, samples=3, temperature=1.3)
+    state, records = serve("short", requests)
+    assert output_tokens(requests, state) == [expected(i // 3, drawn(requests, i)) for i in range(15)]
+    assert records.preempted.sum() > 0
+    assert records.recompute_tokens.sum() > 0
 
 
 def search(prompt, count, width):

@@ -29,8 +29,10 @@ class BlockManager(Blocks):
         return total
 
     def owed(self) -> int:
-        """Blocks that were promised to the rows and that they have not taken."""
-        return sum(self.still_needs(row.promised, row.tables) for row in self.rows if row)
+        """Blocks that were promised to the rows and that they have not taken, copies of shared ones among them."""
+        growing = [place for place, row in enumerate(self.rows) if row and row.promised > row.length]
+        copies = sum(self.must_copy(place, group, growing) for place in growing for group, _ in self.groups)
+        return copies + sum(self.still_needs(row.promised, row.tables) for row in self.rows if row)
 
     def has_room(self, known: int, hit: Hit) -> bool:
         """Whether a request can be admitted. What it hits in the queue leaves the queue, so that counts as taken."""

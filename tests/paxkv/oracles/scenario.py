@@ -155,7 +155,7 @@ class Player:
     def fork(self, step: dict) -> int:
         parent, length = step["of"], step["length"]
         prompt = replace(self.prompts[parent], tokens=tuple(self.known(parent, length)))
-        row, outcome = self.manager.fork(self.rows[parent], length, length, prompt)
+        row, outcome = self.manager.fork(self.rows[parent], length, step.get("promised", length), prompt)
         if outcome == 0:
             self.rows[step["as"]], self.prompts[step["as"]] = row, prompt
         return outcome
