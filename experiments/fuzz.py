@@ -28,6 +28,7 @@ GLOSSARY: Mapping[str, str] = {
     "moves": "Blocks that were moved to the host, or back.",
 }
 _ALL = "all"
+_ENOUGH = 25_000  # operations on a memory, after which the rarest outcome was seen with all seeds that were tried
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _counted(found: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def failed_checks(results: Results) -> list[str]:
-    """Faults, and whatever never happened: a series that a memory never refuses anything in proves little."""
+    """Faults, and whatever never happened in a long series: one that refuses nothing proves little."""
     failures = []
     for name, found in results.items():
         if name != _ALL and found["faults"]:
@@ -140,7 +141,7 @@ def failed_checks(results: Results) -> list[str]:
         failures += [
             f"{name}: {metric} never happened in {found['operations']:,} operations"
             for metric, count in found.items()
-            if count == 0 and metric != "faults"
+            if count == 0 and metric != "faults" and found["operations"] >= _ENOUGH
         ]
     return failures
 

@@ -226,15 +226,9 @@ def copied(memory: Paged, world: World, words: Words) -> Done:
 
 
 def background(memory: Paged, world: World, words: Words) -> Done:
-    """A step was computed, and published as far as its tokens leave the view."""
+    """A step was computed."""
     del words
-    lengths = world.state.seqs.lengths
-    hashed = lengths - unpublished(world)
-    leaving = jnp.stack([jnp.any(group.out_of_view(lengths) > hashed) for group in memory.layer_groups])
-    state = jax.tree.map(
-        lambda now, then: jnp.where(jnp.any(leaving), now, then), world.state, memory.background(world.state)
-    )
-    return done(world, state)
+    return done(world, memory.background(world.state))
 
 
 def evict(memory: Paged, world: World, words: Words) -> Done:

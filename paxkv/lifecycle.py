@@ -199,13 +199,18 @@ def end_copies(memory: "Paged", state: PagedState) -> PagedState:
 def free_out_of_view(memory: "Paged", state: PagedState) -> PagedState:
     """Gives back the blocks that no later token can see. Only for tokens whose step was computed.
 
+    With a prefix cache a block stays in its table until it was published.
+
     In rounds, in each of which every row gives back the oldest of its blocks that are out of view: while decoding one
     block leaves a row at most, so there is one round or none.
     """
     pool, tables, bad = state.pool, [], jnp.zeros(memory.rows, jnp.bool)
+    stored = state.seqs.lengths
+    if state.chains is not None:
+        stored = jnp.minimum(stored, state.chains.hashed)
     for group, table in zip(memory.layer_groups, state.tables, strict=True):
         if not group.sees_all:
-            keep_from = jnp.minimum(group.out_of_view(state.seqs.lengths) // group.block_size, table.end)
+            keep_from = jnp.minimum(group.out_of_view(stored) // group.block_size, table.end)
             pool, table, bad = _free_columns(memory, pool, table, keep_from, bad)
         tables.append(table)
     faults = record(state.seqs.faults, Outcome.DOUBLE_FREE, bad)

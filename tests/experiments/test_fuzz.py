@@ -105,9 +105,9 @@ def test_prints_tell_identity_tokens_and_their_order_apart():
 
 
 def test_what_is_wrong_or_never_happened_fails_the_run():
-    good = {"operations": 10, "faults": 0, "admit.OK": 4, "copies": 2}
+    good = {"operations": 25_000, "faults": 0, "admit.OK": 4, "copies": 2}
     results = {
-        "all": {"operations": 30, "faults": 1},
+        "all": {"operations": 75_000, "faults": 1},
         "a": good,
         "b": good | {"faults": 1, "first_fault": "step 3: admit came to OK and broke this (1)"},
         "c": good | {"admit.OK": 0, "copies": 0},
@@ -115,11 +115,12 @@ def test_what_is_wrong_or_never_happened_fails_the_run():
     assert fuzz.failed_checks({"a": good}) == []
     assert fuzz.failed_checks(results) == [
         "b: 1 operations left something wrong; step 3: admit came to OK and broke this (1)",
-        "c: admit.OK never happened in 10 operations",
-        "c: copies never happened in 10 operations",
+        "c: admit.OK never happened in 25,000 operations",
+        "c: copies never happened in 25,000 operations",
     ]
+    assert fuzz.failed_checks({"too short to tell": results["c"] | {"operations": 24_999}}) == []
     memories, operations = fuzz.tables(results)
-    assert memories.rows[2][:3] == ["b", "10", "1"]
+    assert memories.rows[2][:3] == ["b", "25,000", "1"]
     assert operations.rows == [["admit", "8", *[""] * (len(Outcome) - 1)]]
 
 

@@ -135,9 +135,12 @@ class BlockManager(Blocks):
         return self.table(row, group)[self.length(row) // size] if self.length(row) % size else None
 
     def must_copy(self, row: int, group: int, growing: list[int]) -> bool:
-        """Whether others refer to the block that a row writes to. If all who do write to it now, the last keeps it."""
+        """Whether others refer to the block that a row writes to. If all who do write to it now, the last keeps it.
+
+        Without forks only a pin can refer to it besides the row, and a pin does not mind that the block fills.
+        """
         block = self.half_full(row, group)
-        if block is None:
+        if block is None or not self.knobs.forks:
             return False
         writers = [r for r in growing if self.half_full(r, group) == block]
         return len(writers) < self.blocks[block].references or row != writers[-1]
@@ -200,7 +203,10 @@ class BlockManager(Blocks):
         self.set_free(ends)
 
     def free_out_of_view(self) -> None:
-        """Gives back the blocks that no later token sees: the oldest of each row, then the next oldest, and so on."""
+        """Gives back the blocks that no later token sees: the oldest of each row, then the next oldest, and so on.
+
+        With a cache, only those that were published or that nobody will publish.
+        """
         for group, layers in self.groups:
             while True:
                 gone = []
@@ -209,7 +215,8 @@ class BlockManager(Blocks):
                         continue
                     table = row.tables[group]
                     oldest = table.count(None)
-                    if oldest < min(layers.out_of_view(row.length) // layers.block_size, len(table)):
+                    stored = min(row.length, len(row.tokens)) if self.knobs.cache else row.length
+                    if oldest < min(layers.out_of_view(stored) // layers.block_size, len(table)):
                         gone.append(table[oldest])
                         table[oldest] = None
                 if not gone:
