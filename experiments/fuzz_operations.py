@@ -321,14 +321,15 @@ def swap_in(memory: Paged, world: World, words: Words) -> Done:
     )
     after = move_in(dataclasses.replace(world, state=state, texts=texts), moves)
     missing = ~_is_parked(world)[place]
-    return done(world, after, outcome, met=((outcome == Outcome.OUT_OF_RANGE) == missing,))
+    wrong = jnp.where(missing, jnp.int32(Outcome.OUT_OF_RANGE), jnp.int32(Outcome.OK))
+    return done(world, after, outcome, wrong, met=((outcome == Outcome.OUT_OF_RANGE) == missing,))
 
 
 def discard(memory: Paged, world: World, words: Words) -> Done:
     """A parked row ends, if there is one."""
     place = _parked(memory, world, words)
     state, outcome = swap.discard(memory, world.state, place)
-    return done(world, state, outcome, met=((outcome == Outcome.OK) == _is_parked(world)[place],))
+    return done(world, state, outcome, outcome, met=((outcome == Outcome.OK) == _is_parked(world)[place],))
 
 
 def _parked(memory: Paged, world: World, words: Words) -> Int32[Array, ""]:

@@ -197,7 +197,7 @@ def _serve(config: Config, inputs: Inputs, case: Case, run_dir: RunDirectory, ad
         workload.output_len,
         workload.arrival_ms,
         seed=config.seed,
-        temperature=config.temperature,
+        temperature=0.0 if case.mode == "beam" else config.temperature,
         samples=case.width,
         beams=case.mode == "beam",
     )

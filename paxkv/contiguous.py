@@ -21,7 +21,7 @@ from pallas_kernels.contiguous_attention import contiguous_attention
 from paxkv.memory import Ask, MapCalls, SharesNothing, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.outcomes import Outcome, select_outcome
 from paxkv.seqs import Seqs, advance, check_append, init_seqs, occupy, vacate
-from paxkv.sizes import require_int
+from paxkv.sizes import require_bool, require_int
 
 
 @typing.no_type_check
@@ -87,6 +87,7 @@ class VAttention(SharesNothing):
             require_int(name, getattr(self, name))
         for name in ("lookahead_steps", "background_groups", "watermark_groups"):
             require_int(name, getattr(self, name), minimum=0)
+        require_bool("deferred_reclaim", self.deferred_reclaim)
         token, page = self._ratio
         require_int32(
             virtual_slots=self.num_slots,

@@ -28,6 +28,7 @@ from paxkv.requests import Requests, Status, final_lengths
 from paxkv.sampling import sample
 from paxkv.scheduler import commit, next_arrival, schedule
 from paxkv.scheduler_state import Plan, Policy, SchedulerState, by_row, init_scheduler
+from paxkv.sizes import require_int
 
 
 @typing.runtime_checkable
@@ -73,7 +74,9 @@ class Engine:
                 f"on_free: expected 'keep' with {type(self.memory).__name__} memory, which has no blocks, got "
                 f"{self.on_free!r}"
             )
-        if self.token_budget < self.memory.rows:
+        if not isinstance(self.policy, Policy):
+            raise ValueError(f"policy: expected a Policy, got {self.policy!r}")
+        if require_int("token_budget", self.token_budget) < self.memory.rows:
             raise ValueError(
                 f"token_budget: expected at least rows = {self.memory.rows}, so that every running request gets "
                 f"its token in each step, got {self.token_budget}; raise it, or lower rows"

@@ -221,7 +221,9 @@ class KVMemory(Protocol[State]):
         """Parks the masked sequences on the host: see `paxkv.swap.swap_out`."""
         ...
 
-    def swap_in(self, state: State, place: Int32[Array, ""]) -> tuple[State, Int32[Array, ""], Int32[Array, ""], Moves]:
+    def swap_in(
+        self, state: State, place: Int32[Array, ""], keep_back: Bool[Array, ""] | bool = True
+    ) -> tuple[State, Int32[Array, ""], Int32[Array, ""], Moves]:
         """Lets a parked sequence go on: see `paxkv.swap.swap_in`."""
         ...
 
@@ -316,7 +318,9 @@ class SharesNothing:
     def swap_out(self, state: State, rows: jax.Array) -> tuple[State, jax.Array, jax.Array, Moves]:
         raise NotImplementedError(f"{type(self).__name__} memory cannot swap")
 
-    def swap_in(self, state: State, place: jax.Array) -> tuple[State, jax.Array, jax.Array, Moves]:
+    def swap_in(
+        self, state: State, place: jax.Array, keep_back: jax.Array | bool = True
+    ) -> tuple[State, jax.Array, jax.Array, Moves]:
         raise NotImplementedError(f"{type(self).__name__} memory cannot swap")
 
     def discard(self, state: State, place: jax.Array) -> tuple[State, jax.Array]:

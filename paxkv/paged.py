@@ -23,7 +23,7 @@ from paxkv.outcomes import Outcome, record, select_outcome
 from paxkv.paged_state import PagedState, required
 from paxkv.prefix_cache import PrefixCache
 from paxkv.seqs import Seqs, advance, check_append, init_seqs, lowest_free_row, occupy, vacate
-from paxkv.sizes import require_int
+from paxkv.sizes import require_bool, require_int
 from paxkv.swap_state import Moves
 from paxkv.windows import Group
 
@@ -66,7 +66,7 @@ class Paged:
     host_blocks: int = 0
 
     def __post_init__(self) -> None:
-        """Refuses sizes that are not positive or do not fit int32."""
+        """Refuses sizes that are not positive or do not fit int32, and knobs of another type."""
         for name in ("rows", "max_len", "block_size", "num_blocks"):
             require_int(name, getattr(self, name))
         for name in ("watermark_blocks", "lookahead", "host_blocks"):
@@ -77,6 +77,11 @@ class Paged:
             raise ValueError(
                 f"free_order: expected one of {', '.join(typing.get_args(FreeOrder))}, got {self.free_order!r}"
             )
+        require_bool("forks", self.forks)
+        if self.cache is not None and not isinstance(self.cache, PrefixCache):
+            raise ValueError(f"cache: expected a PrefixCache, or None for no cache, got {self.cache!r}")
+        if not isinstance(self.groups, tuple) or not all(isinstance(group, Group) for group in self.groups):
+            raise ValueError(f"groups: expected a tuple of Group, got {self.groups!r}")
         if self.groups and self.block_size != self.groups[0].block_size:
             raise ValueError(
                 f"block_size: expected that of the first group, {self.groups[0].block_size}, got {self.block_size}"
@@ -84,8 +89,11 @@ class Paged:
         require_int32(
             slots=self.num_slots,
             table_entries=self.rows * self.blocks_per_seq,
-            lookahead=self.lookahead,
-            host_blocks=self.host_blocks,
+            max_len_and_lookahead=self.max_len + self.lookahead,
+            longest_view=max(group.window or group.chunk or 0 for group in self.layer_groups)
+            + (self.max_chunk or self.max_len),
+            watermark_blocks=self.watermark_blocks,
+            host_slots=self.host_blocks * self.block_size,
         )
 
     @property
@@ -340,9 +348,9 @@ class Paged:
         return swap.swap_out(self, state, rows)
 
     def swap_in(
-        self, state: PagedState, place: Int32[Array, ""]
+        self, state: PagedState, place: Int32[Array, ""], keep_back: Bool[Array, ""] | bool = True
     ) -> tuple[PagedState, Int32[Array, ""], Int32[Array, ""], Moves]:
-        return swap.swap_in(self, state, place)
+        return swap.swap_in(self, state, place, keep_back)
 
     def discard(self, state: PagedState, place: Int32[Array, ""]) -> tuple[PagedState, Int32[Array, ""]]:
         return swap.discard(self, state, place)

@@ -30,16 +30,17 @@ def publish(
       memory: paged memory with a prefix cache.
       state: its state.
       tokens: new tokens, row after row.
-      cu_lens: where the tokens of each row begin, and at the end how many there are.
+      cu_lens: where the tokens of each row begin, from 0 on, and at the end how many there are.
       max_new_tokens: most tokens of one row; one makes for a cheaper program.
 
-    A row that is given more tokens than it has stored beyond its chain records an `OUT_OF_RANGE` fault, and then
-    nothing is published.
+    A row that is given more tokens than it has stored beyond its chain, than `max_new_tokens` or than there are records
+    an `OUT_OF_RANGE` fault, as does the first row if it does not begin at 0; and then nothing is published.
     """
     config = required(memory.cache)
     chain, stats = required(state.chains), required(state.stats)
     counts = cu_lens[1:] - cu_lens[:-1]
     wrong = (counts < 0) | (counts > max_new_tokens) | (counts > state.seqs.lengths - chain.hashed)
+    wrong |= (cu_lens[1:] > tokens.shape[0]) | (cu_lens[:1] != 0)
     faults = record(state.seqs.faults, Outcome.OUT_OF_RANGE, wrong)
     cu_lens = jnp.where(jnp.any(wrong), 0, cu_lens)
 

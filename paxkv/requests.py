@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxkv.sizes import require_int
+from paxkv.sizes import require_bool, require_int
 
 TICK_US = 10  # the unit of the engine's clock; i32 ticks of 10 microseconds last almost six hours
 
@@ -108,7 +108,7 @@ def make_requests(
     """Puts a workload on the device.
 
     Args:
-      prompts: i32[requests, max_prompt], token ids.
+      prompts: i32[requests, max_prompt], token ids; of any kind of integers that fit int32, as all that follow.
       prompt_lens: i32[requests], at least 1.
       output_lens: i32[requests], at least 0.
       arrival_ms: f64[requests], ascending from 0 or later.
@@ -116,81 +116,114 @@ def make_requests(
       temperature: of every request; 0 is greedy.
       stop_token: a token that ends a request, -1 for none.
       samples: sequences to generate for each prompt. Sequence k of prompt i is request `i * samples + k`.
-      beams: the sequences of a prompt are its best ones by a beam search of this width, instead of samples.
+      beams: the sequences of a prompt are its best ones by a beam search of this width, at least 2, instead of
+        samples; greedy, and without a stop token.
       adapters: i32[requests], of the weights each prompt is for; 0 for none.
       salts: i32[requests]; prompts of different salts share no cached prefix.
       priorities: i32[requests]; lower is preempted, and leaves the cache, first.
 
     Raises:
-      ValueError: if shapes disagree, a length is out of range, or arrivals are unsorted or beyond the clock.
+      ValueError: if shapes disagree, anything is no integer of 32 bits or out of range, arrivals are unsorted or
+        beyond the clock, or beams are asked for with what only samples have.
     """
-    count = len(prompt_lens)
+    count = np.size(prompt_lens)
     if count == 0:
         raise ValueError("requests: expected at least one, got none; does the workload's filter drop every row?")
-    for name, array in (("output_lens", output_lens), ("arrival_ms", arrival_ms), ("prompts", prompts)):
-        if len(array) != count:
-            raise ValueError(f"{name}: expected {count} entries, one for each of prompt_lens, got {len(array)}")
-    for name, array in (("prompts", prompts), ("prompt_lens", prompt_lens), ("output_lens", output_lens)):
-        if not np.issubdtype(array.dtype, np.integer):
-            raise ValueError(f"{name}: expected integers, got {array.dtype}; round them first")
-    if prompts.ndim != 2 or not (prompt_lens.min() >= 1 and prompt_lens.max() <= prompts.shape[1]):
+    one_each = (count,)
+    prompt_lens = _integers("prompt_lens", prompt_lens, one_each)
+    output_lens = _integers("output_lens", output_lens, one_each)
+    prompts = _integers("prompts", prompts, (count, np.shape(prompts)[1] if np.ndim(prompts) == 2 else "max_prompt"))
+    if not (prompt_lens.min() >= 1 and prompt_lens.max() <= prompts.shape[1]):
         raise ValueError(
-            f"prompt_lens: expected 1 to {prompts.shape[-1]} (the width of prompts), got "
+            f"prompt_lens: expected 1 to {prompts.shape[1]} (the width of prompts), got "
             f"{prompt_lens.min()} to {prompt_lens.max()}"
         )
+    if prompts.min() < 0:
+        raise ValueError(f"prompts: expected token ids, which are 0 or more, got {prompts.min()}")
     longest = int((prompt_lens.astype(np.int64) + output_lens).max())
     if output_lens.min() < 0 or longest >= 2**31:
         raise ValueError(
             f"output_lens: expected 0 or more, and with the prompt less than 2**31, got {output_lens.min()} to "
             f"{output_lens.max()}, {longest} with the prompt"
         )
-    if not 0 <= temperature < float("inf"):
+    if not isinstance(temperature, int | float) or not 0 <= temperature < float("inf"):
         raise ValueError(f"temperature: expected a finite number, 0 (greedy) or more, got {temperature}")
-    # Rounded up, or a request could be served before it arrives; what float64 adds to a whole tick does not count.
-    ticks = np.ceil(np.round(np.asarray(arrival_ms, np.float64) * (1000 / TICK_US), 6))
-    if not np.all(np.diff(ticks) >= 0) or not ticks[0] >= 0 or not ticks[-1] < 2**30:
-        raise ValueError(
-            f"arrival_ms: expected ascending times from 0 to {2**30 * TICK_US // 1000}, got {arrival_ms[0]} to "
-            f"{arrival_ms[-1]}; sort the workload, or shorten it with its time scale"
-        )
-    require_int("samples", samples)
-    if beams and stop_token >= 0:
-        raise ValueError(
-            f"stop_token: expected none (-1) with beams, which all get the length that was asked for, got {stop_token}"
-        )
+    arrivals = _ticks(arrival_ms, count)
+    total = count * require_int("samples", samples)
+    if total >= 2**31:
+        raise ValueError(f"samples: expected fewer than 2**31 sequences in all, got {samples} of {count} prompts")
+    require_int("stop_token", stop_token, minimum=-1)
+    if require_bool("beams", beams):
+        _require_search(samples, temperature, stop_token)
     key = jax.random.key(seed)
-    total = count * samples
     place = np.arange(total, dtype=np.int32)
 
-    def each(name: str, values: np.ndarray | None) -> jax.Array:
+    def each(values: np.ndarray) -> jax.Array:
         """One value a prompt, repeated for its sequences."""
-        values = np.zeros(count, np.int32) if values is None else np.asarray(values)
-        if values.shape[:1] != (count,) or values.ndim != (2 if name == "prompts" else 1):
-            raise ValueError(
-                f"{name}: expected one entry for each of the {count} prompts, got an array of shape {values.shape}"
-            )
-        if name != "arrival_ms" and not np.issubdtype(values.dtype, np.integer):
-            raise ValueError(f"{name}: expected integers, got {values.dtype}; what is rounded or cut could be mixed up")
-        if values.size and not (values.min() >= -(2**31) and values.max() < 2**31):
-            raise ValueError(f"{name}: expected integers of 32 bits, got {values.min()} to {values.max()}")
         return jnp.asarray(np.repeat(values, samples, axis=0), jnp.int32)
 
+    def label(name: str, values: object) -> jax.Array:
+        """What requests are told apart by, 0 unless given."""
+        return each(_integers(name, np.zeros(count, np.int32) if values is None else values, one_each))
+
     return Requests(
-        prompts=each("prompts", prompts),
-        prompt_lens=each("prompt_lens", prompt_lens),
-        output_lens=each("output_lens", output_lens),
-        arrivals=each("arrival_ms", ticks),
+        prompts=each(prompts),
+        prompt_lens=each(prompt_lens),
+        output_lens=each(output_lens),
+        arrivals=each(arrivals),
         temperatures=jnp.full(total, temperature, jnp.float32),
         keys=jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(total)),
         leaders=jnp.asarray(place // samples * samples),
         group_sizes=jnp.full(total, samples, jnp.int32),
-        adapters=each("adapters", adapters),
-        salts=each("salts", salts),
-        priorities=each("priorities", priorities),
+        adapters=label("adapters", adapters),
+        salts=label("salts", salts),
+        priorities=label("priorities", priorities),
         stop_token=stop_token,
         samples=samples,
         beams=beams,
     )
+
+
+def _integers(name: str, values: object, shape: tuple[int | str, ...]) -> np.ndarray:
+    """`values` as an array of integers of 32 bits: what is rounded, cut or broadcast could be mixed up."""
+    array = np.asarray(values)
+    if array.shape != shape:
+        wanted = ", ".join(map(str, shape))
+        raise ValueError(f"{name}: expected shape [{wanted}], one entry a prompt, got {list(array.shape)}")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise ValueError(f"{name}: expected integers, got {array.dtype}; round them first")
+    if array.size and not (array.min() >= -(2**31) and array.max() < 2**31):
+        raise ValueError(f"{name}: expected integers of 32 bits, got {array.min()} to {array.max()}")
+    return array
+
+
+def _ticks(arrival_ms: object, count: int) -> np.ndarray:
+    """Arrivals in ticks: rounded up, or a request could be served before it arrives."""
+    times = np.asarray(arrival_ms)
+    if times.shape != (count,) or times.dtype.kind not in "iuf":
+        raise ValueError(
+            f"arrival_ms: expected {count} numbers, one for each of prompt_lens, got {times.dtype}{list(times.shape)}"
+        )
+    # What float64 adds to a whole tick does not count.
+    ticks = np.ceil(np.round(times.astype(np.float64) * (1000 / TICK_US), 6))
+    if not np.all(np.diff(ticks) >= 0) or not ticks[0] >= 0 or not ticks[-1] < 2**30:
+        raise ValueError(
+            f"arrival_ms: expected ascending times from 0 to {2**30 * TICK_US // 1000}, got {times[0]} to "
+            f"{times[-1]}; sort the workload, or shorten it with its time scale"
+        )
+    return ticks
+
+
+def _require_search(samples: int, temperature: float, stop_token: int) -> None:
+    """Refuses what a beam search would ignore."""
+    if samples < 2:
+        raise ValueError(f"samples: expected at least 2 with beams, the width of the search, got {samples}")
+    if temperature > 0:
+        raise ValueError(f"temperature: expected 0 with beams, which are not drawn, got {temperature}")
+    if stop_token >= 0:
+        raise ValueError(
+            f"stop_token: expected none (-1) with beams, which all get the length that was asked for, got {stop_token}"
+        )
 
 
 def final_lengths(requests: Requests, max_len: int) -> jax.Array:

@@ -10,6 +10,7 @@ from jaxtyping import Array, Int32
 
 from paxkv.memory import KVMemory
 from paxkv.requests import Progress, Requests, init_progress
+from paxkv.sizes import require_bool
 from paxkv.swap_state import Moves
 
 Victim = Literal["last_arrived", "least_work", "priority"]
@@ -36,12 +37,13 @@ class Policy:
     overtake: bool = False
 
     def __post_init__(self) -> None:
-        """Refuses policies there are not."""
+        """Refuses policies that there are not."""
         for name, kind in (("victim", Victim), ("preemption", Preemption)):
             if getattr(self, name) not in typing.get_args(kind):
                 raise ValueError(
                     f"{name}: expected one of {', '.join(typing.get_args(kind))}, got {getattr(self, name)!r}"
                 )
+        require_bool("overtake", self.overtake)
 
     def swaps(self, memory: KVMemory[Any]) -> bool:
         """Whether victims go to the host."""

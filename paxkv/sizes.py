@@ -34,6 +34,17 @@ def require_int(name: str, value: object, minimum: int = 1) -> int:
     return value
 
 
+def require_bool(name: str, value: object) -> bool:
+    """`value` as it came, if it is True or False: the text "no" would count as true.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if type(value) is not bool:
+        raise ValueError(f"{name} must be True or False, got {value!r} of type {type(value).__name__}")
+    return value
+
+
 def parse_size(size: str | int, name: str = "size") -> int:
     """Bytes of a size such as `"120 GB"` (1e9 each), `"54 GiB"` (2**30 each) or `4096` (bytes).
 

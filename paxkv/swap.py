@@ -176,7 +176,7 @@ def _by_group(tables: tuple[BlockTable, ...], entries: Int32[Array, " entries"])
 
 
 def swap_in(
-    memory: "Paged", state: PagedState, place: Int32[Array, ""]
+    memory: "Paged", state: PagedState, place: Int32[Array, ""], keep_back: Bool[Array, ""] | bool = True
 ) -> tuple[PagedState, Int32[Array, ""], Int32[Array, ""], Moves]:
     """Lets a parked sequence go on, in the lowest free row: with its length, its promise and its chain of contents.
 
@@ -187,12 +187,13 @@ def swap_in(
       memory: paged memory with `host_blocks`.
       state: its state.
       place: where the sequence is parked.
+      keep_back: whether to leave the watermark free; not for one without whom those who run cannot go on.
 
     Returns:
       The state; the row (`memory.rows` if none); the `Outcome`: `OK`; `LATER` if there is no free row, or there are
-      too few blocks, with the watermark kept back as in an admission; `NEVER` if the sequence has grown as large as the
-      memory and cannot have another token; `OUT_OF_RANGE` if nobody is parked there; and the copies to make. Unless
-      it is `OK`, nothing changed and there are no copies.
+      too few blocks; `NEVER` if the sequence has grown as large as the
+      memory and cannot have another token; `OUT_OF_RANGE`, also recorded as a fault, if nobody is parked there; and the
+      copies to make. Unless it is `OK`, nothing else changed and there are no copies.
     """
     swap, none = _swap(memory, state), memory.num_blocks
     row, has_row = lowest_free_row(state.seqs)
@@ -217,13 +218,14 @@ def swap_in(
     promised = jnp.maximum(promised, jnp.minimum(length + 1, memory.max_len))
     most = jnp.maximum(memory.most_held(promised, first), held)
     need = jnp.sum(most - held) + jnp.sum(copied | (kept & free), dtype=jnp.int32)
-    reserve = jnp.where(jnp.any(state.seqs.active), memory.watermark_blocks, 0)
+    reserve = jnp.where(jnp.any(state.seqs.active) & keep_back, memory.watermark_blocks, 0)
     later = ~has_row | (need + memory.owed(state) + reserve > state.pool.num_free)
     outcome = select_outcome(
         (~parked, Outcome.OUT_OF_RANGE), (jnp.sum(most) > none, Outcome.NEVER), (later, Outcome.LATER)
     )
     ok = outcome == Outcome.OK
     row = jnp.where(ok, row, memory.rows)
+    state = _blame(state, place, ~parked, Outcome.OUT_OF_RANGE)
 
     pool = retain(state.pool, jnp.where(kept & ok, devices, none), distinct=True)
     state, taken, _ = memory.take_blocks(dataclasses.replace(state, pool=pool), copied & ok)
@@ -248,12 +250,22 @@ def discard(memory: "Paged", state: PagedState, place: Int32[Array, ""]) -> tupl
     """Ends a parked sequence: its request was aborted.
 
     Returns:
-      The state and the `Outcome`: `DOUBLE_FREE` if nobody is parked there, and then nothing changed.
+      The state and the `Outcome`: `DOUBLE_FREE`, also recorded as a fault, if nobody is parked there, and then nothing
+      else changed.
     """
     swap = _swap(memory, state)
     parked, hosts = _look_at(swap, place)
+    state = _blame(state, place, ~parked, Outcome.DOUBLE_FREE)
     state = dataclasses.replace(state, swap=_leave(swap, place, hosts, parked))
     return state, select_outcome((~parked, Outcome.DOUBLE_FREE))
+
+
+def _blame(state: PagedState, place: Int32[Array, ""], wrong: Bool[Array, ""], outcome: Outcome) -> PagedState:
+    """Records a fault at the row with the number of the place, or the one nearest to it."""
+    rows = state.seqs.active.shape[0]
+    blamed = jnp.arange(rows, dtype=jnp.int32) == jnp.clip(place, 0, rows - 1)
+    faults = record(state.seqs.faults, outcome, blamed & wrong)
+    return dataclasses.replace(state, seqs=dataclasses.replace(state.seqs, faults=faults))
 
 
 def _look_at(swap: SwapState, place: Int32[Array, ""]) -> tuple[Bool[Array, ""], Int32[Array, " entries"]]:

@@ -169,6 +169,8 @@ def _ask(
 ) -> tuple[Any, Int32[Array, ""], Int32[Array, ""], Moves | None, Bool[Array, ""]]:
     """Asks memory to admit the candidate, to fork it from the one that computed its prompt, or to swap it in.
 
+    What is parked on the host of a candidate that is never swapped in is discarded.
+
     Returns:
       The memory's state, the row and the `Outcome`; the blocks to copy back from the host; and whether it was a fork.
     """
@@ -187,6 +189,7 @@ def _ask(
     if not forks and moves is None:
         return *memory.admit(state.memory, ask), None, jnp.bool(False)
 
+    together = by_row(requests.leaders, state.row_request, requests.count) == requests.leaders[candidate]
     # Of the loops below one runs once, or none does: then the candidate waits for its prompt.
     answer = (state.memory, jnp.int32(memory.rows), jnp.int32(Outcome.LATER))
     is_new = jnp.bool(True)
@@ -196,7 +199,10 @@ def _ask(
 
         def come_back(carry: tuple) -> tuple:
             (memory_state, _, _), moves = carry
-            memory_state, row, outcome, new = memory.swap_in(memory_state, place)
+            memory_state, row, outcome, new = memory.swap_in(memory_state, place, ~jnp.any(together))
+            # Whoever never comes back leaves the host too.
+            ends = outcome == Outcome.NEVER
+            memory_state = run_if(ends, lambda state: memory.discard(state, place)[0], memory_state)
             return (memory_state, row, outcome), join_moves(moves, new)
 
         answer, moves = run_if(~is_new, come_back, (answer, moves))
@@ -204,8 +210,6 @@ def _ask(
         return *run_if(is_new, lambda carry: memory.admit(carry[0], ask), answer), moves, jnp.bool(False)
 
     # Whoever comes to others that run with the same prompt takes it from one of them, once that has it.
-    leader = requests.leaders[candidate]
-    together = by_row(requests.leaders, state.row_request, requests.count) == leader
     stored = jnp.where(together, memory.seqs(state.memory).lengths, -1)
     parent = jnp.argmax(stored).astype(jnp.int32)
     follows = is_new & jnp.any(together)
@@ -244,7 +248,7 @@ def _book(
     )
     places = state.places
     if places is not None:
-        places = places.at[jnp.where(runs, candidate, nobody)].set(memory.rows, mode="drop")
+        places = places.at[jnp.where(runs | ends, candidate, nobody)].set(memory.rows, mode="drop")
     return dataclasses.replace(
         state,
         memory=memory_state,

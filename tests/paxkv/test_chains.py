@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import random
 
 import jax
@@ -98,6 +99,19 @@ def test_extending_raggedly_or_by_one_agrees_with_plain_python(name):
         for answer in answers:
             require_is(answer.chains, tokens)
         chain = answers[rng.randrange(len(answers))].chains
+
+
+def test_a_batch_without_a_token_to_spare_fills_all_blocks_that_it_can():
+    """Each row is one token short of a block: a row's first token fills one, besides those that the others fill."""
+    groups, size, width = (Group(8),), 8, 12
+    tokens = [[10 * row + i for i in range(size - 1)] for row in range(ROWS)]
+    chain = extension(groups, MOST, extend)(begin(groups), *ragged(tokens, MOST)).chains
+    shares = [counts for counts in itertools.product((0, 1, 2, 9, 10, 12), repeat=ROWS) if sum(counts) == width]
+    assert (1, 1, 1, 9) in shares  # five blocks of twelve tokens
+    for counts in shares:
+        new = [[100 + i for i in range(count)] for count in counts]
+        answer = extension(groups, width, extend)(chain, *ragged(new, width))
+        assert filled(answer.filled[0]) == filled_in_plain_python(tokens, new, size), counts
 
 
 def test_nothing_new_changes_nothing():

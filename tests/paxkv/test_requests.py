@@ -1,3 +1,5 @@
+import inspect
+
 import jax
 import numpy as np
 import pytest
@@ -5,6 +7,8 @@ import pytest
 from paxkv.requests import TICK_US, final_lengths, init_progress, make_requests
 
 PROMPTS = np.arange(12, dtype=np.int32).reshape(3, 4)
+UNCHECKED = inspect.unwrap(make_requests)  # as it is called where nobody checks types before it does
+INTEGERS = ("prompt_lens", "output_lens", "adapters", "salts", "priorities")  # one for each prompt
 
 
 def make(**changes):
@@ -15,7 +19,7 @@ def make(**changes):
         "arrival_ms": np.array([0.0, 0.5, 0.5]),
         "seed": 7,
     } | changes
-    return make_requests(**values)
+    return UNCHECKED(**values)
 
 
 def test_a_workload_lies_on_the_device_as_it_was_given():
@@ -31,6 +35,14 @@ def test_a_workload_lies_on_the_device_as_it_was_given():
     for i in range(3):
         expected = jax.random.fold_in(jax.random.key(7), i)
         assert (jax.random.key_data(requests.keys[i]) == jax.random.key_data(expected)).all()
+
+
+def test_labels_are_kept_to_the_last_bit_and_each_sequence_of_a_prompt_has_them():
+    labels = {"adapters": [0, 7, 2**31 - 1], "salts": [-(2**31), -1, 0], "priorities": np.array([3, 2, 1], np.uint64)}
+    requests = make(samples=2, **labels)
+    for name, values in labels.items():
+        assert getattr(requests, name).tolist() == [int(value) for value in values for _ in range(2)]
+    assert make().adapters.tolist() == make().salts.tolist() == make().priorities.tolist() == [0, 0, 0]
 
 
 def test_requests_end_with_their_output_or_at_the_longest_sequence_and_never_store_the_last_token():
@@ -55,18 +67,44 @@ def test_nobody_has_started():
     ("changes", "message"),
     [
         ({"prompt_lens": np.array([], int)}, "requests: expected at least one"),
-        ({"output_lens": np.array([1, 2])}, "output_lens: expected 3 entries"),
-        ({"arrival_ms": np.zeros(4)}, "arrival_ms: expected 3 entries"),
-        ({"prompts": PROMPTS[:2]}, "prompts: expected 3 entries"),
-        ({"prompts": PROMPTS[:, 0]}, "prompt_lens: expected 1 to"),
+        ({"output_lens": np.array([1, 2])}, r"output_lens: expected shape \[3\].*got \[2\]"),
+        ({"prompt_lens": np.array([[4], [1], [3]])}, r"prompt_lens: expected shape \[3\].*got \[3, 1\]"),
+        ({"prompt_lens": None}, r"prompt_lens: expected shape \[1\].*got \[\]"),
+        ({"output_lens": 5}, r"output_lens: expected shape \[3\].*got \[\]"),
+        ({"arrival_ms": np.zeros(4)}, r"arrival_ms: expected 3 numbers.*got float64\[4\]"),
+        ({"arrival_ms": np.zeros((3, 1))}, "arrival_ms: expected 3 numbers"),
+        ({"arrival_ms": None}, "arrival_ms: expected 3 numbers"),
+        ({"arrival_ms": ["0", "1", "2"]}, "arrival_ms: expected 3 numbers"),
+        ({"prompts": PROMPTS[:2]}, r"prompts: expected shape \[3, 4\].*got \[2, 4\]"),
+        ({"prompts": PROMPTS[:, 0]}, r"prompts: expected shape \[3, max_prompt\].*got \[3\]"),
+        ({"prompts": PROMPTS[:, :0]}, "prompt_lens: expected 1 to 0"),
+        ({"prompts": PROMPTS - 1}, "prompts: expected token ids, which are 0 or more, got -1"),
+        *(({name: np.array([1.5, 1, 1])}, f"{name}: expected integers, got float64") for name in INTEGERS),
+        *(({name: np.array([True, True, True])}, f"{name}: expected integers, got bool") for name in INTEGERS),
+        *(({name: [None] * 3}, f"{name}: expected integers, got object") for name in INTEGERS),
+        *(({name: ["1"] * 3}, f"{name}: expected integers") for name in INTEGERS),
+        *(({name: [1, 2**31, 1]}, f"{name}: expected integers of 32 bits, got 1 to 2147483648") for name in INTEGERS),
+        *(({name: [1, -(2**31) - 1, 1]}, f"{name}: expected integers of 32 bits") for name in INTEGERS),
+        *(({name: np.ones((3, 2), int)}, f"{name}: expected shape") for name in INTEGERS),
+        *(({name: [1, 1]}, f"{name}: expected shape") for name in INTEGERS[1:]),
         ({"prompts": PROMPTS.astype(np.float32)}, "prompts: expected integers"),
+        ({"prompts": PROMPTS.astype(np.int64) + 2**32}, "prompts: expected integers of 32 bits"),
         ({"prompt_lens": np.array([0, 1, 1])}, "prompt_lens: expected 1 to 4.*got 0 to 1"),
         ({"prompt_lens": np.array([5, 1, 1])}, "prompt_lens: expected 1 to 4.*got 1 to 5"),
-        ({"prompt_lens": np.array([1.5, 1, 1])}, "prompt_lens: expected integers"),
         ({"output_lens": np.array([1, -1, 1])}, "output_lens: expected 0 or more.*got -1"),
         ({"output_lens": np.array([1, 2**31 - 1, 1])}, "output_lens: expected .* less than 2"),
         ({"temperature": -0.1}, "temperature: expected"),
         ({"temperature": float("nan")}, "temperature: expected"),
+        ({"temperature": "hot"}, "temperature: expected"),
+        ({"stop_token": 1.5}, "stop_token must be an int"),
+        ({"stop_token": -7}, "stop_token must be at least -1, got -7"),
+        ({"samples": 0}, "samples must be at least 1"),
+        ({"samples": 2**31 // 3 + 1}, r"samples: expected fewer than 2\*\*31 sequences"),
+        ({"beams": None, "samples": 2}, "beams must be True or False, got None"),
+        ({"beams": "yes", "samples": 2}, "beams must be True or False, got 'yes'"),
+        ({"beams": True}, "samples: expected at least 2 with beams"),
+        ({"beams": True, "samples": 2, "temperature": 0.5}, "temperature: expected 0 with beams"),
+        ({"beams": True, "samples": 2, "stop_token": 3}, "stop_token: expected none"),
         ({"arrival_ms": np.array([1.0, 0.5, 2.0])}, "arrival_ms: expected ascending"),
         ({"arrival_ms": np.array([-1.0, 0.5, 2.0])}, "arrival_ms: expected ascending"),
         ({"arrival_ms": np.array([0.0, np.nan, 2.0])}, "arrival_ms: expected ascending"),

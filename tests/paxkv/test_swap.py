@@ -139,8 +139,11 @@ def test_an_aborted_sequence_leaves_the_host(server):
     places, _, _ = server.out(first, second)
     assert server.manager.discard(places[0]) == Outcome.OK
     assert server.free == (6, 2)  # the other still needs them
+    assert int(server.state.seqs.faults.word) == 0
     assert server.manager.discard(places[0]) == Outcome.DOUBLE_FREE
     assert server.back(places[0])[1] == Outcome.OUT_OF_RANGE
+    assert int(server.state.seqs.faults.word) == 1 << Outcome.DOUBLE_FREE | 1 << Outcome.OUT_OF_RANGE
+    assert int(server.state.seqs.faults.row) == places[0]
     assert server.manager.discard(places[1]) == Outcome.OK
     assert server.free == (6, 4)
     assert server.back(-1)[1] == server.back(EIGHT.rows)[1] == Outcome.OUT_OF_RANGE
@@ -223,10 +226,11 @@ def test_a_broken_invariant_of_the_host_is_named(server, name):
         checks.require_invariants(EIGHT, dataclasses.replace(state, swap=swap_now))
 
 
-def test_swaps_are_in_place_and_need_no_more_room_for_larger_pools():
+@pytest.mark.parametrize("cache", [None, PrefixCache()], ids=["plain", "prefix cache"])
+def test_swaps_are_in_place_and_need_no_more_room_for_larger_pools(cache):
     temporary = []
     for num_blocks in (22_888, 4 * 22_888):
-        memory = Paged(rows=64, max_len=4096, block_size=16, num_blocks=num_blocks, host_blocks=num_blocks // 2)
+        memory = Paged(64, 4096, 16, num_blocks=num_blocks, host_blocks=num_blocks // 2, cache=cache)
 
         def step(state, rows, place, memory=memory):
             state, *_, moves_out = swap.swap_out(memory, state, rows)

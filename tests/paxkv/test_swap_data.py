@@ -17,8 +17,6 @@ from tests.paxkv.oracles.block_manager import Prompt
 from tests.paxkv.oracles.jitted import ints
 from tests.paxkv.oracles.swap_server import Server
 
-pytestmark = pytest.mark.slow
-
 DATA = Paged(rows=3, max_len=24, block_size=4, num_blocks=7, host_blocks=9, forks=True, cache=PrefixCache())
 Q_HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 SHAPES = (KV_HEADS, HEAD_DIM), (KV_HEADS,)  # of a token's key or value, and of its scales
@@ -143,6 +141,32 @@ class DataServer(Server):
         np.testing.assert_array_equal(*outs)
 
 
+def test_what_is_still_cached_stays_in_place_and_what_was_evicted_comes_back_from_the_host():
+    server = DataServer(DATA)
+    server.begin(list(range(10)))  # two blocks that are cached, and two tokens in a third
+    blocks = np.asarray(server.state.tables[0].ids[0, :3]).tolist()
+    server.leave([0])
+    assert server.copied == 3
+    server.wipe()
+    server.come_back(0)
+    assert server.copied == 3 + 1
+    assert np.asarray(server.state.tables[0].ids[0, :2]).tolist() == blocks[:2]
+    server.require_data()
+
+    server.append({0: [7, 8]})
+    server.leave([0])
+    assert server.copied == 3 + 1 + 1  # only what was written meanwhile
+    server.begin(list(range(100, 120)))  # five of seven blocks
+    server.end(0)
+    server.wipe()
+    server.require_data()
+    server.come_back(0)
+    assert 0 < server.copied - 5 <= 3
+    server.require_data()
+    server.append({0: [9, 9, 9]})
+    server.require_data()
+
+
 def live(server: DataServer, seed: int, steps: int) -> None:
     """Requests with common beginnings run, fork, leave for the host, come back and end."""
     rng = random.Random(seed)
@@ -174,12 +198,14 @@ def live(server: DataServer, seed: int, steps: int) -> None:
         server.require_data()
 
 
+@pytest.mark.slow
 def test_attention_after_swaps_is_bit_for_bit_that_without():
     server = DataServer(DATA)
     live(server, seed=0, steps=150)
     assert server.copied > 20
 
 
+@pytest.mark.slow
 def test_a_copy_that_was_not_made_shows():
     with pytest.raises(AssertionError):
         live(DataServer(DATA, moves=lambda source, destination, *lists: destination), seed=0, steps=150)

@@ -93,7 +93,7 @@ def test_the_most_blocks_held_at_once(group, tokens, max_chunk, blocks):
         Group(1, chunk=3),
     ],
 )
-@pytest.mark.parametrize("max_chunk", [1, 3, 4, 9])
+@pytest.mark.parametrize("max_chunk", [1, 2, 3, 4, 9])
 def test_no_way_to_store_a_sequence_ever_holds_more(group, max_chunk):
     size = group.block_size
     for total in (1, 7, 16, 29):

@@ -109,7 +109,7 @@ class SwappingManager(BlockManager):
     def swap_in(self, place: int) -> tuple[int, int, Pairs]:
         nowhere = self.knobs.rows
         if not self.is_parked(place):
-            return nowhere, OUT_OF_RANGE, []
+            return nowhere, self.fault_at(place, OUT_OF_RANGE), []
         parked = self.places[place]
         promised = max(parked.promised, min(parked.length + 1, self.knobs.max_len))
         hosts = self.hosts(parked)
@@ -139,9 +139,12 @@ class SwappingManager(BlockManager):
 
     def discard(self, place: int) -> int:
         if not self.is_parked(place):
-            return DOUBLE_FREE
+            return self.fault_at(place, DOUBLE_FREE)
         self.leave(place)
         return OK
+
+    def fault_at(self, place: int, outcome: int) -> int:
+        return self.fault(outcome, min(max(place, 0), self.knobs.rows - 1))
 
     def is_parked(self, place: int) -> bool:
         return 0 <= place < len(self.places) and self.places[place] is not None
