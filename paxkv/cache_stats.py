@@ -5,7 +5,10 @@ import typing
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+import numpy as np
+from jaxtyping import Array, Bool, Int32, Integer
+
+from paxkv.sizes import require_int
 
 
 @typing.no_type_check
@@ -90,3 +93,31 @@ def count_admission(
         resumed_hits=stats.resumed_hits + jnp.where(again, hit_tokens, 0),
         **changes,
     )
+
+
+def recent_hit_rate(
+    requests: Integer[np.ndarray, " looks"],
+    queries: Integer[np.ndarray, " looks"],
+    hits: Integer[np.ndarray, " looks"],
+    most_requests: int,
+) -> float:
+    """Host side: the share of tokens that the last requests hit, 0 if they asked for none.
+
+    The share since the start hides what a cache has become: it also counts the requests that found it empty. Looks are
+    taken whole, from the newest back as many as hold at most so many requests; the newest counts in any case.
+
+    Args:
+      requests: admitted between a look at the counts and the next, oldest first.
+      queries: their tokens.
+      hits: of these, tokens found.
+      most_requests: that are to count.
+
+    Raises:
+      ValueError: if `most_requests` is not positive.
+    """
+    require_int("most_requests", most_requests)
+    and_newer = np.cumsum(requests[::-1])[::-1]
+    recent = and_newer <= most_requests
+    recent[-1:] = True
+    asked = int(queries[recent].sum(dtype=np.int64))
+    return int(hits[recent].sum(dtype=np.int64)) / asked if asked else 0.0

@@ -12,6 +12,7 @@ class Request:
     output: int
     arrival: int  # ticks
     tokens: list[int]  # what it will sample, one after another
+    priority: int = 0
     row: int | None = None
     generated: int = 0
     reason: str = "NONE"
@@ -54,6 +55,8 @@ class Step:
 
 class SchedulerOracle:
     """`ticks_of(tokens, kv_tokens, sync_map_calls)` is the modelled duration of a step that computes anything."""
+
+    overtake = False
 
     def __init__(self, memory: Oracle, requests: list[Request], token_budget: int, stop_token: int, ticks_of):
         self.memory = memory
@@ -156,6 +159,8 @@ class SchedulerOracle:
                 self.refuse(request, "REFUSED_NEVER_FITS", step)
                 continue
             if outcome != OK:
+                if self.overtake:
+                    continue
                 break
             request.row = row
             step.admitted += 1
@@ -200,3 +205,27 @@ class SchedulerOracle:
     def time_to_next_arrival(self) -> int:
         to_come = [r.arrival for r in self.requests if r.arrival > self.clock]
         return min(to_come) - self.clock if to_come else 0
+
+
+class PolicyOracle(SchedulerOracle):
+    """The same under any policy: who is preempted may be anybody, so all shares are known before the first must go."""
+
+    def __init__(self, memory: Oracle, requests: list[Request], token_budget: int, stop_token: int, ticks_of, policy):
+        super().__init__(memory, requests, token_budget, stop_token, ticks_of)
+        self.victim = policy.victim
+        self.overtake = policy.overtake
+
+    def worth(self, request: Request) -> int:
+        return {"last_arrived": 0, "least_work": self.length(request), "priority": request.priority}[self.victim]
+
+    def give_to_running(self, budget: int, step: Step) -> int:
+        shares: dict[int, int] = {}  # by request
+        for request in sorted(self.running(), key=lambda r: (r.known - self.length(r) > 1, r.id)):
+            shares[request.id] = min(request.known - self.length(request), budget)
+            budget -= shares[request.id]
+        while not self.has_room({r.row: shares[r.id] for r in self.running()}):
+            self.preempt(min(self.running(), key=lambda r: (self.worth(r), -r.id)), step)
+        for request in self.running():
+            self.note(request, shares[request.id], step)
+        self.store({r.row: shares[r.id] for r in self.running()})
+        return budget

@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from paxkv import checks, lifecycle
+from paxkv import checks, lifecycle, pool_metrics
+from paxkv.events import EventKind, events_between, read_events
 from paxkv.memory import Ask, Content
 from paxkv.paged import Paged
 from paxkv.prefix_cache import PrefixCache
@@ -171,6 +172,8 @@ class JittedManager:
         self.memory = memory
         self.operations = compiled or operations(memory)
         self.state = memory.init()
+        self.seen = self.state  # when events were last asked for
+        self.told: dict[int, tuple[int, ...]] = {}  # of each content that is cached: all tokens to its end
 
     def admit(self, prompt: Prompt, final: int, sequences: int = 1) -> tuple[int, int]:
         asked = ask(self.memory, prompt, len(prompt.tokens), final, sequences)
@@ -229,6 +232,27 @@ class JittedManager:
     def slot(self, row: int, position: int) -> int | None:
         slot = int(self.operations("slots", self.state, ints([row]), ints([position]))[0])
         return None if slot == self.memory.num_slots else slot
+
+    def events(self) -> list[tuple]:
+        """Follows the events as a router would: of a content it knows the tokens, and what came before it."""
+        table = events_between(self.seen, self.state, 2 * self.memory.num_blocks + 1)
+        self.seen = self.state
+        happened = []
+        for event in read_events(table):
+            if event.kind == EventKind.CLEARED:
+                self.told = {}
+                happened.append(("cleared",))
+            elif event.kind == EventKind.STORED:
+                before = () if event.parent is None else self.told[event.parent]
+                self.told[event.content] = before + event.tokens
+                happened.append(("stored", self.told[event.content]))
+            else:
+                happened.append(("removed", self.told.pop(event.content)))
+        return happened
+
+    def page_groups(self, blocks: int) -> dict[str, int]:
+        found = pool_metrics.page_groups(self.state, blocks)
+        return {"used": int(found.used_blocks), "pinned": int(found.pinned), "needed": int(found.needed)}
 
     def view(self) -> dict[str, Any]:
         state, memory = jax.tree.map(np.asarray, self.state), self.memory

@@ -1,8 +1,9 @@
 """Scenarios as data: what is done to a block manager, in order, and what can be seen afterwards.
 
 A scenario file holds the `memory` that its scenarios share and the list of them. A scenario may change the memory,
-may be played once for each entry of `vary` (whose values stand wherever `$name` is written), and may name a feature
-that it `needs`. Each of its steps does one thing (`do`) and may expect anything of what `Player.expect` knows.
+may be played once for each entry of `vary` (whose values stand wherever `$name` is written). Each of its steps does
+one thing (`do`) and may expect anything of what `Player.expect` knows. A file whose scenarios are not of the block
+manager says what `plays` them.
 
 Tokens are written as runs: `[["p", 48], ["x", 7]]` are the first 48 tokens of a text called p and the first 7 of one
 called x. Equal runs are equal tokens, and no two texts have a token in common. What a request generates by itself is
@@ -46,6 +47,13 @@ class Manager(Protocol):
 
     def slot(self, row: int, position: int) -> int | None: ...
 
+    def events(self) -> list[tuple]:
+        """What happened to cached contents since the last call: `("stored", tokens)`, `("removed", tokens)` with all
+        tokens from the beginning of the prompt to the end of the block, and `("cleared",)`."""
+        ...
+
+    def page_groups(self, blocks: int) -> dict[str, int]: ...
+
     # With a host pool only.
 
     def swap_out(self, rows: list[bool]) -> tuple[list[int], int, list]: ...
@@ -78,8 +86,11 @@ class Player:
         self.places: dict[str, int] = {}  # of those on the host
         self.prompts: dict[str, Prompt] = {}  # what each request was admitted with
         self.uncomputed: dict[int, list[int]] = {}  # tokens appended by row, and not yet published
+        self.scales: dict[int, float] = {}  # by block: the data that must go where the block goes
+        self.host_scales: dict[int, float] = {}
 
     def play(self, steps: list[dict]) -> None:
+        told = any("events" in step for step in steps)
         for number, step in enumerate(steps):
             for _ in range(step.get("repeat", 1)):
                 self.where = f"step {number}, {json.dumps(step)}"
@@ -92,6 +103,8 @@ class Player:
                         after = self.manager.view()
                         assert after | {"faults": None} == before | {"faults": None}, f"it changed: {self.where}"
                 self.expect(step)
+                if told:
+                    self.expect_events(step)
 
     # ---- what is done ----------------------------------------------------------------------------------------------
 
@@ -144,7 +157,11 @@ class Player:
             appended = self.append({"counts": {name: left}})
             assert appended == 0, f"{OUTCOMES[appended]} on append: {self.where}"
             self.compute(step)
+            self.scales |= zip(self.table(name), step.get("scales", []), strict=False)
         return outcome
+
+    def table(self, name: str) -> list[int | None]:
+        return self.manager.view()["tables"][0][self.rows[name]]
 
     def release(self, step: dict) -> None:
         rows = [self.rows[name] for name in step["rows"]]
@@ -183,6 +200,7 @@ class Player:
         places, outcome, moves = self.manager.swap_out([row in rows for row in range(self.memory["rows"])])
         if outcome == 0:
             self.places |= {name: places[self.rows[name]] for name in step["rows"]}
+            self.host_scales |= {host: self.scales[block] for block, host in moves if block in self.scales}
             assert len(moves) == step["moved"], f"moved {moves}: {self.where}"
         return outcome
 
@@ -193,6 +211,7 @@ class Player:
             if outcome:
                 return outcome
             self.rows[name] = row
+            self.scales |= {block: self.host_scales[host] for host, block in moves if host in self.host_scales}
             moved += len(moves)
         assert moved == step["moved"], f"moved {moved}: {self.where}"
         return 0
@@ -220,10 +239,17 @@ class Player:
             "references": lambda block: view["references"][int(block)],
             "statistics": lambda name: view["statistics"][name],
             "slots": lambda name: {p: self.manager.slot(self.rows[name], int(p)) for p in step["slots"][name]},
+            "scales_of": lambda name: [self.scales[block] for block in view["tables"][0][self.rows[name]]],
+            "page_groups": lambda blocks: self.manager.page_groups(int(blocks)),
         }
         for what, look in named.items():
             for name, value in step.get(what, {}).items():
                 assert look(name) == value, f"{what} of {name} is {look(name)} after {self.where}"
+
+    def expect_events(self, step: dict) -> None:
+        happened, told = self.manager.events(), step.get("events", [])
+        wanted = [(kind, *(tuple(self.tokens.written(runs)) for runs in prefix)) for kind, *prefix in told]
+        assert happened == wanted, f"{happened} after {self.where}"
 
 
 def filled_in(value: Any, given: dict[str, Any]) -> Any:
@@ -240,7 +266,7 @@ def filled_in(value: Any, given: dict[str, Any]) -> Any:
 @dataclass(frozen=True)
 class Scenario:
     name: str
-    needs: str | None
+    plays: str  # "manager", or what else its file names
     memory: dict[str, Any]
     steps: list[dict]
 
@@ -251,10 +277,10 @@ def scenarios() -> list[Scenario]:
     for path in sorted(FOLDER.glob("*.json")):
         content = json.loads(path.read_text())
         for scenario in content["scenarios"]:
-            memory = content["memory"] | scenario.get("memory", {})
+            memory = content.get("memory", {}) | scenario.get("memory", {})
             for given in scenario.get("vary", [{}]):
                 case = ", ".join(f"{key} {value}" for key, value in given.items() if not isinstance(value, list))
                 name = f"{path.stem}: {scenario['name']}" + (f" ({case})" if case else "")
                 steps = filled_in(copy.deepcopy(scenario["steps"]), given)
-                found.append(Scenario(name, scenario.get("needs"), filled_in(memory, given), steps))
+                found.append(Scenario(name, content.get("plays", "manager"), filled_in(memory, given), steps))
     return found
