@@ -5,8 +5,9 @@ A step in the life of a request:
 1. It arrives: its arrival lies behind the clock, its status is WAITING.
 2. First come, first served: the earliest waiting request asks memory for a row and for room for all its tokens.
    OK gives it a row, NEVER ends it with a reason, LATER stops admission until something changes.
-3. Each step the running requests, oldest first, share the token budget. A request that is behind computes as many
-   of its known tokens as the budget lets it (chunked prefill), one that has caught up computes one (decode).
+3. Each step the running requests share the token budget. One that has caught up computes one token (decode); then
+   those that are behind, oldest first, compute as many of their known tokens as the budget lets them (chunked
+   prefill).
 4. If memory cannot hold what they are about to store, requests are preempted until it can, by default those that
    arrived last: their memory is released, their output is kept, and they wait to be recomputed. Nobody is admitted
    in that step.
@@ -54,11 +55,12 @@ def schedule(
       policy: what it may choose.
       transcripts: prompt and output so far of each request; needed if memory shares what is equal.
     """
-    oldest_first = jnp.argsort(state.row_request)  # a request's id is its place in the order of arrival
     backlog = known_tokens(requests, state.progress, state.row_request) - memory.seqs(state.memory).lengths
     if requests.samples > 1 and memory.can_fork:
         backlog -= _waits_for_others(requests, state, backlog).astype(jnp.int32)
-    granted = _share_budget(backlog, oldest_first, token_budget)
+    # An id is a place in the order of arrival. Who was preempted or overtaken may have younger ones before it.
+    order = jnp.lexsort((state.row_request, backlog > 1))
+    granted = _share_budget(backlog, order, token_budget)
 
     state, victims, recompute_tokens, moves_out = make_room(memory, policy, requests, state, granted)
     granted = jnp.where(victims, 0, granted)
@@ -108,12 +110,12 @@ def _waits_for_others(
 
 
 def _share_budget(
-    backlog: Int32[Array, " rows"], oldest_first: Int32[Array, " rows"], token_budget: int
+    backlog: Int32[Array, " rows"], order: Int32[Array, " rows"], token_budget: int
 ) -> Int32[Array, " rows"]:
-    """Tokens for each row: the oldest request takes what it needs, the next what is left, and so on."""
-    wanted = backlog[oldest_first]
+    """Tokens for each row: the first in order takes what it needs, the next what is left, and so on."""
+    wanted = backlog[order]
     before = jnp.cumsum(wanted) - wanted
-    return jnp.zeros_like(backlog).at[oldest_first].set(jnp.clip(token_budget - before, 0, wanted))
+    return jnp.zeros_like(backlog).at[order].set(jnp.clip(token_budget - before, 0, wanted))
 
 
 def commit(

@@ -1,14 +1,18 @@
 """Paged memory in scenarios with known values. Every operation is also compared with the oracle."""
 
 import dataclasses
+import inspect
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from paxkv.outcomes import MemoryFaultError, Outcome, raise_on_fault
 from paxkv.paged import Paged
+from paxkv.seqs import check_append, init_seqs
 from paxkv.windows import Group
+from tests.paxkv import unchecked
 from tests.paxkv.oracles.lockstep import MEMORIES, Lockstep, ask, ints
 
 TEN_BLOCKS = MEMORIES["paged_16"]  # of 16 tokens, for four rows of at most 176 tokens
@@ -192,11 +196,53 @@ def test_a_watermark_is_kept_back_only_while_something_runs():
         ({"lookahead": -1}, "lookahead must be at least 0"),
         ({"max_chunk": 0}, "max_chunk must be at least 1"),
         ({"groups": (Group(8),)}, "block_size: expected that of the first group, 8, got 16"),
+        ({"lookahead": 2**31}, "max_len_and_lookahead must be below 2"),
+        ({"watermark_blocks": 2**31}, "watermark_blocks must be below 2"),
+        ({"host_blocks": 2**27}, "host_slots must be below 2"),
+        ({"max_chunk": 2**31}, "longest_view must be below 2"),
+        ({"groups": (Group(16, window=2**31),)}, "longest_view must be below 2"),
+        ({"max_len": 2**31, "block_size": 2**20}, "max_len_and_lookahead must be below 2"),
+        ({"rows": True}, "rows must be an int, got True"),
+        ({"num_blocks": None}, "num_blocks must be an int, got None"),
+        ({"forks": "no"}, "forks must be True or False, got 'no'"),
+        ({"forks": None}, "forks must be True or False, got None"),
+        ({"free_order": "lifo"}, "free_order: expected one of recent_first, fifo, got 'lifo'"),
+        ({"free_order": None}, "free_order: expected one of"),
+        ({"cache": True}, "cache: expected a PrefixCache, or None for no cache, got True"),
+        ({"cache": "lru"}, "cache: expected a PrefixCache"),
+        ({"groups": [Group(16)]}, "groups: expected a tuple of Group"),
+        ({"groups": (3,)}, "groups: expected a tuple of Group"),
+        ({"groups": None}, "groups: expected a tuple of Group"),
     ],
 )
 def test_impossible_sizes_are_refused_by_name(change, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(TEN_BLOCKS, **change)
+        unchecked.replace(TEN_BLOCKS, **change)
+
+
+@pytest.mark.parametrize(
+    "counts",
+    [np.array([1], np.int32), np.zeros((4, 1), np.int32), np.zeros(4, np.float32), np.zeros(4, bool), np.zeros(3, int)],
+    ids=lambda counts: f"{counts.dtype}{list(counts.shape)}",
+)
+def test_counts_that_would_be_broadcast_or_rounded_are_refused(counts):
+    check = inspect.unwrap(check_append)  # as it is called where nobody checks types before it does
+    with pytest.raises(ValueError, match=r"new_tokens: expected int32\[4\], one count a row, got"):
+        check(init_seqs(4), jnp.asarray(counts), 176, 4)
+
+
+def test_memory_that_cannot_copy_before_it_writes_refuses_forks():
+    state, row = TEN_BLOCKS.init(), jnp.int32(0)
+    with pytest.raises(ValueError, match="forks: expected memory that copies before it writes, got forks=False"):
+        TEN_BLOCKS.fork(state, row, row, row)
+    with pytest.raises(ValueError, match="forks: expected memory that copies before it writes, got forks=False"):
+        TEN_BLOCKS.reorder(state, ints([0, 1, 2, 3]))
+
+
+def test_an_admission_of_less_than_nothing_is_refused():
+    state, row, outcome = jax.jit(TEN_BLOCKS.admit)(TEN_BLOCKS.init(), ask(-1))
+    assert (int(row), int(outcome)) == (4, Outcome.NEVER)
+    assert int(state.pool.num_free) == 10
 
 
 def test_a_bound_on_growth_that_is_no_positive_int_is_refused():

@@ -14,15 +14,19 @@ from paxkv.paged import Paged
 from paxkv.requests import TICK_US, Reason, Status, make_requests
 from paxkv.reserved import Reserved
 from paxkv.scheduler import commit, next_arrival, schedule
-from paxkv.scheduler_state import init_scheduler
+from paxkv.scheduler_state import FIRST_COME, Policy, init_scheduler
+from tests.paxkv import unchecked
 from tests.paxkv.oracles.lockstep import ORACLES
-from tests.paxkv.scheduler_oracle import Request, SchedulerOracle
+from tests.paxkv.scheduler_oracle import PolicyOracle, Request, SchedulerOracle
 
 REQUESTS, MAX_LEN, WIDTH, STEPS, STOP = 9, 20, 22, 192, 3
 MEMORIES = {
     "paged_1": (Paged(rows=4, max_len=MAX_LEN, block_size=1, num_blocks=26), 5),
     "paged_3_watermark": (Paged(rows=5, max_len=MAX_LEN, block_size=3, num_blocks=9, watermark_blocks=1), 8),
     "paged_4_small": (Paged(rows=4, max_len=MAX_LEN, block_size=4, num_blocks=4), 4),
+    "paged_3_overtake": (Paged(rows=5, max_len=MAX_LEN, block_size=3, num_blocks=9), 8),
+    "paged_4_least_work": (Paged(rows=5, max_len=MAX_LEN, block_size=4, num_blocks=7), 9),
+    "paged_1_priority": (Paged(rows=4, max_len=MAX_LEN, block_size=1, num_blocks=26), 5),
     "vattention": (VAttention(4, MAX_LEN, num_groups=7, page_bytes=8, token_bytes=2, buffers=2), 6),
     "vattention_straddling_eager": (
         VAttention(4, MAX_LEN, 9, page_bytes=10, token_bytes=4, buffers=2, deferred_reclaim=False, watermark_groups=1),
@@ -33,6 +37,12 @@ MEMORIES = {
     "reserved_oracle": (Reserved(rows=4, max_len=MAX_LEN, num_slots=28, policy="oracle", min_block=2), 4),
 }
 
+POLICIES = {
+    "paged_3_overtake": Policy(overtake=True),
+    "paged_4_least_work": Policy(victim="least_work", overtake=True),
+    "paged_1_priority": Policy(victim="priority"),
+}
+
 
 def ticks_of(tokens, kv_tokens=0, sync_map_calls=0):
     return 3 + 2 * tokens
@@ -41,11 +51,11 @@ def ticks_of(tokens, kv_tokens=0, sync_map_calls=0):
 @functools.cache
 def jitted_trace(name):
     """All steps of a trace in one call; every sampled token is looked up in a table."""
-    memory, budget = MEMORIES[name]
+    (memory, budget), policy = MEMORIES[name], POLICIES.get(name, FIRST_COME)
 
     def one_step(state, _, requests, tokens):
         before = state
-        state, plan = schedule(memory, requests, state, budget)
+        state, plan = schedule(memory, requests, state, budget, policy)
         total = jnp.sum(plan.new_tokens)
         ticks = jnp.where(total > 0, ticks_of(total), next_arrival(requests, state) - state.clock)
         place = state.progress.generated.at[state.row_request].get(mode="fill", fill_value=0)
@@ -79,6 +89,7 @@ def run(name, requests):
         np.array([r.arrival for r in requests]) * (TICK_US / 1000),
         seed=0,
         stop_token=STOP,
+        priorities=np.array([r.priority for r in requests]),
     )
     tokens = jnp.asarray(np.array([r.tokens for r in requests], np.int32))
     progress, left, seen = jax.tree.map(np.asarray, jitted_trace(name)(device_requests, tokens))
@@ -97,20 +108,23 @@ def random_workload(seed):
         output = rng.choice([0, 1, rng.randint(1, 8), rng.randint(1, 18), rng.randint(5, 30)])
         tokens = [rng.choice([5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, STOP]) for _ in range(40)]
         requests.append(Request(i, prompt, output, arrival, tokens))
+    for request in requests:
+        request.priority = rng.randint(1, 4)
     return requests
 
 
 @pytest.mark.parametrize("name", MEMORIES)
 def test_every_step_is_that_of_the_sequential_oracle(name):
-    memory, budget = MEMORIES[name]
+    (memory, budget), policy = MEMORIES[name], POLICIES.get(name, FIRST_COME)
     happened = Counter()
     for seed in range(25):
         requests = random_workload(seed)
-        oracle = SchedulerOracle(ORACLES[type(memory)](memory), requests, budget, STOP, ticks_of)
+        of = ORACLES[type(memory)](memory), requests, budget, STOP, ticks_of
+        oracle = SchedulerOracle(*of) if policy == FIRST_COME else PolicyOracle(*of, policy)
         progress, steps = run(name, requests)
         assert (progress.status == Status.ENDED).all(), f"seed {seed}: livelock"
         for i, now in enumerate(steps):
-            require_sound_step(memory, budget, requests, now, f"seed {seed}, step {i}")
+            require_sound_step(memory, budget, requests, now, f"seed {seed}, step {i}", policy == FIRST_COME)
             step = oracle.step()
             require_equal_step(requests, step, now, f"seed {seed}, step {i}")
             happened["preempted"] += step.preempted
@@ -124,7 +138,7 @@ def test_every_step_is_that_of_the_sequential_oracle(name):
     assert all(happened[reason] > 4 for reason in wanted), happened
 
 
-def require_sound_step(memory, budget, requests, now, where):
+def require_sound_step(memory, budget, requests, now, where, in_order):
     """What holds in every step, whatever the oracle says. `requests` are still as they were before it."""
     (rows_before, lengths_before, generated), (rows, lengths), plan = now["before"], now["scheduled"], now["plan"]
     assert now["faults"] == 0, where
@@ -142,7 +156,7 @@ def require_sound_step(memory, budget, requests, now, where):
     assert len(set(running)) == len(running), where
     ended = now["progress"].reason != Reason.NONE
     waiting = [r.id for r in requests if r.arrival <= now["clock"] and r.id not in running and not ended[r.id]]
-    assert not running or not waiting or max(running) < min(waiting), f"somebody was overtaken, {where}"
+    assert not in_order or not running or not waiting or max(running) < min(waiting), f"somebody was overtaken, {where}"
     if running or waiting:
         assert plan.new_tokens.sum() > 0, f"nothing was computed, {where}"
 
@@ -218,6 +232,27 @@ def test_a_small_request_does_not_overtake_a_large_one():
     # Request 1 needs all of the memory; request 2 would fit beside request 0 at once.
     progress, _ = run("paged_4_small", by_hand((4, 6, 0), (13, 3, 0), (1, 1, 0)))
     assert progress.admitted_at[2] >= progress.admitted_at[1] >= progress.ended_at[0]
+
+
+def test_a_small_request_overtakes_a_large_one_if_it_may():
+    # Request 0 leaves six of nine blocks and request 1 needs seven; request 2 needs one.
+    progress, _ = run("paged_3_overtake", by_hand((7, 4, 0), (19, 1, 0), (1, 1, 0)))
+    assert progress.admitted_at.tolist()[:3:2] == [0, 0]
+    assert progress.ended_at[2] < progress.ended_at[0] <= progress.admitted_at[1]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"victim": "oldest"}, "victim: expected one of last_arrived, least_work, priority, got 'oldest'"),
+        ({"preemption": None}, "preemption: expected one of recompute, swap, got None"),
+        ({"overtake": "no"}, "overtake must be True or False, got 'no'"),
+        ({"overtake": 1}, "overtake must be True or False, got 1"),
+    ],
+)
+def test_policies_that_there_are_not_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        unchecked.replace(FIRST_COME, **changes)
 
 
 def test_an_idle_server_jumps_to_the_next_arrival():
