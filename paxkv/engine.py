@@ -114,10 +114,10 @@ class StepRecord:
     """What happened in a step; all i32[]. Usage is taken at its peak, after memory grew and before it shrank."""
 
     clock: jax.Array  # ticks, at the start
-    ticks: jax.Array  # modelled duration; of an idle step, the time to the next arrival
+    ticks: jax.Array  # modelled duration; of a step in which nobody runs, the time to the next arrival
     running: jax.Array
     waiting: jax.Array  # arrived and without a row
-    new_tokens: jax.Array  # 0: nothing was there to do
+    new_tokens: jax.Array  # 0: nothing was there to do, or all who run wait for others of their group
     prefill_tokens: jax.Array  # of those, tokens of requests that had more than one to compute
     sampled: jax.Array
     admitted: jax.Array
@@ -204,7 +204,8 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
     kv_tokens = jnp.sum(jnp.where(plan.new_tokens > 0, seqs.lengths, 0))
     moved_out, moved_in = (jnp.int32(0) if moves is None else moves.count for moves in (plan.moves_out, plan.moves_in))
     busy = step_ticks(engine.cost, total, kv_tokens, calls.sync - calls_before.sync, moved_out + moved_in)
-    ticks = jnp.where(total > 0, busy, next_arrival(requests, scheduled) - scheduled.clock)
+    idle = ~jnp.any(seqs.active)
+    ticks = jnp.where(idle, next_arrival(requests, scheduled) - scheduled.clock, busy)
     now = scheduled.clock + ticks
 
     stored_at_end = final_lengths(requests, memory.max_len).at[request].get(mode="fill", fill_value=0)

@@ -227,6 +227,10 @@ class KVMemory(Protocol[State]):
         """Lets a parked sequence go on: see `paxkv.swap.swap_in`."""
         ...
 
+    def parked(self, state: State) -> Int32[Array, " places"]:
+        """Tokens of the sequence that is parked at each place on the host; 0 at a free one."""
+        ...
+
     def discard(self, state: State, place: Int32[Array, ""]) -> tuple[State, Int32[Array, ""]]:
         """Ends a parked sequence: see `paxkv.swap.discard`."""
         ...
@@ -321,6 +325,9 @@ class SharesNothing:
     def swap_in(
         self, state: State, place: jax.Array, keep_back: jax.Array | bool = True
     ) -> tuple[State, jax.Array, jax.Array, Moves]:
+        raise NotImplementedError(f"{type(self).__name__} memory cannot swap")
+
+    def parked(self, state: object) -> jax.Array:
         raise NotImplementedError(f"{type(self).__name__} memory cannot swap")
 
     def discard(self, state: State, place: jax.Array) -> tuple[State, jax.Array]:

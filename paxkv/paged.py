@@ -352,6 +352,9 @@ class Paged:
     ) -> tuple[PagedState, Int32[Array, ""], Int32[Array, ""], Moves]:
         return swap.swap_in(self, state, place, keep_back)
 
+    def parked(self, state: PagedState) -> Int32[Array, " places"]:
+        return required(state.swap).lengths
+
     def discard(self, state: PagedState, place: Int32[Array, ""]) -> tuple[PagedState, Int32[Array, ""]]:
         return swap.discard(self, state, place)
 

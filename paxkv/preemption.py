@@ -37,7 +37,8 @@ def make_room(
     frees it.
 
     With `policy.preemption` "swap" a victim's blocks go to the host, if there is room for all of them; the copies are
-    to be made before anything is written.
+    to be made before anything is written. A group is parked as a whole or not at all: those who come back from the host
+    would not share with those who compute their prompt again, and might not find room beside them.
     """
 
     def is_short(carry: Preempted) -> Bool[Array, ""]:
@@ -58,12 +59,46 @@ def make_room(
                 state, memory=memory_state, places=_places(state).at[at].set(places, mode="drop")
             )
             moves, lost = join_moves(moves, new), outcome != Outcome.OK
+            others = lost & _is_of_group(requests, state, chosen)
+            stored += _parked_tokens(memory, state, others)
+            state = discard_parked(memory, state, others)
         state = _preempt(memory, requests, state, chosen, lost)
         return Preempted(state, carry.victims | chosen, carry.lost_tokens + jnp.where(lost, stored, 0), moves)
 
     moves = no_moves_out(memory.num_units, memory.host_blocks) if policy.swaps(memory) else None
     start = Preempted(state, jnp.zeros(memory.rows, jnp.bool), jnp.int32(0), moves)
     return jax.lax.while_loop(is_short, preempt_one, start)
+
+
+def discard_parked(memory: KVMemory[Any], state: SchedulerState, unwanted: Bool[Array, " requests"]) -> SchedulerState:
+    """Gives up what these requests have on the host, if anything."""
+    if state.places is None:
+        return state
+    places = _places(state)
+    parked = unwanted & (places < memory.rows)
+
+    def discard_one(carry: tuple) -> tuple:
+        memory_state, todo = carry
+        request = jnp.argmax(todo)
+        memory_state, _ = memory.discard(memory_state, places[request])
+        return memory_state, todo.at[request].set(False)
+
+    memory_state, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), discard_one, (state.memory, parked))
+    return dataclasses.replace(state, memory=memory_state, places=jnp.where(parked, memory.rows, places))
+
+
+def _parked_tokens(
+    memory: KVMemory[Any], state: SchedulerState, requests: Bool[Array, " requests"]
+) -> Int32[Array, ""]:
+    """Tokens that these requests have stored on the host."""
+    tokens = memory.parked(state.memory).at[_places(state)].get(mode="fill", fill_value=0)
+    return jnp.sum(jnp.where(requests, tokens, 0), dtype=jnp.int32)
+
+
+def _is_of_group(requests: Requests, state: SchedulerState, rows: Bool[Array, " rows"]) -> Bool[Array, " requests"]:
+    """Requests that were asked for together with those in the masked rows, which are of one group."""
+    leaders = by_row(requests.leaders, state.row_request, -1)
+    return requests.leaders == jnp.max(jnp.where(rows, leaders, -1))
 
 
 def _places(state: SchedulerState) -> Int32[Array, " requests"]:

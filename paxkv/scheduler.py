@@ -25,12 +25,11 @@ are unknown here: the engine and the simulator run the same code.
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
 from paxkv.memory import KVMemory
-from paxkv.preemption import make_room
+from paxkv.preemption import discard_parked, make_room
 from paxkv.publish_tokens import publish_granted
 from paxkv.requests import Reason, Requests, Status
 from paxkv.scheduler_state import FIRST_COME, Plan, Policy, SchedulerState, by_row, known_tokens
@@ -195,18 +194,7 @@ def abort(
         unwanted = groups[requests.leaders]
     ends = unwanted & (progress.status != Status.ENDED)
     leaves = ends.at[state.row_request].get(mode="fill", fill_value=False)
-    memory_state, places = memory.release(state.memory, leaves), state.places
-    if places is not None:
-        parked = ends & (places < memory.rows)
-
-        def discard_one(carry: tuple, places: jax.Array = places) -> tuple:
-            memory_state, todo = carry
-            request = jnp.argmax(todo)
-            memory_state, _ = memory.discard(memory_state, places[request])
-            return memory_state, todo.at[request].set(False)
-
-        memory_state, _ = jax.lax.while_loop(lambda carry: jnp.any(carry[1]), discard_one, (memory_state, parked))
-        places = jnp.where(parked, memory.rows, places)
+    state = discard_parked(memory, state, ends)
     progress = dataclasses.replace(
         progress,
         status=jnp.where(ends, Status.ENDED, progress.status),
@@ -215,10 +203,9 @@ def abort(
     )
     return dataclasses.replace(
         state,
-        memory=memory_state,
+        memory=memory.release(state.memory, leaves),
         progress=progress,
         row_request=jnp.where(leaves, requests.count, state.row_request),
-        places=places,
     )
 
 
