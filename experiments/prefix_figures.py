@@ -14,6 +14,7 @@ GLOSSARY: Mapping[str, str] = {
     "tokens": "Tokens of all prompts.",
     "hit_tokens": "Tokens whose keys and values were in the cache, so that they were not computed.",
     "token_hit_rate": "hit_tokens / tokens.",
+    "recent_token_hit_rate": "token_hit_rate of the last 100 prompts: what the cache gives once it has filled.",
     "blocks": "Whole blocks of all prompts; what is left of a prompt is never shared.",
     "blocks_saved": "Blocks that were in the cache when a prompt asked for them, so that it took no new one.",
     "block_hit_rate": "blocks_saved / blocks.",
@@ -27,14 +28,30 @@ GLOSSARY: Mapping[str, str] = {
     "peak_bytes_saved": "peak_blocks_saved in bytes of the model's keys and values.",
     "shared_blocks": "Blocks that more than one prompt holds when the last one has been stored.",
     "most_sharers": "Prompts that hold the same block then.",
+    "missed_below_block": "Tokens not hit as they lie in the last block of a prompt, which they do not fill.",
+    "missed_last_token": "Tokens not hit though cached: their block holds the last token, which is always computed.",
+    "missed_alignment": "Tokens not hit though cached, as groups of layers agree on a shorter prefix only.",
+    "missed_hole": "Tokens not hit though cached, as a block before theirs is not.",
+    "missed_evicted": "Tokens not hit as their block made way for another.",
+    "missed_other_key": "Tokens not hit as they were cached for another adapter or salt; here all have the same.",
+    "missed_cold": "Tokens not hit as they were never cached, or so long ago that the cache does not remember.",
 }
 
+REASONS = {
+    "missed_cold": "never cached",
+    "missed_evicted": "evicted",
+    "missed_hole": "behind a hole",
+    "missed_below_block": "below a block",
+    "missed_last_token": "last token",
+    "missed_alignment": "alignment",
+    "missed_other_key": "other key",
+}
 STYLES = plots.memory_styles(("lru", "lfu", "fifo", "priority"))
 GREY = "#999999"
 
 
 def tables(results: Results) -> list[Table]:
-    """A line a configuration; where prompts were held together, what they shared as well."""
+    """A line a configuration; why tokens were not hit, if asked for; what prompts that were held together shared."""
     rows = [
         [
             name,
@@ -50,11 +67,21 @@ def tables(results: Results) -> list[Table]:
     ]
     headings = ("cache", "blocks", "block hit rate", "optimum", "token hit rate", "blocks saved", "of", "evictions")
     found = [Table(headings, rows, "Prompts found in the prefix cache")]
+    # Not those that no configuration has: a cache of one model has no other keys, for one.
+    reasons = [metric for metric in REASONS if any(values.get(metric) for values in results.values())]
+    if reasons:
+        shares = [[name, *(f"{_share(values, metric):.2%}" for metric in reasons)] for name, values in results.items()]
+        headings = ("cache", *(REASONS[metric] for metric in reasons))
+        found.append(Table(headings, shares, "Tokens not found in the prefix cache, by reason, of all tokens"))
     together = [[name, *_held_together(values)] for name, values in results.items() if values["shared_blocks"]]
     if together:
         headings = ("cache", "shared blocks", "blocks in use", "without sharing", "saved", "saved, GiB")
         found.append(Table(headings, together, "Held at one time"))
     return found
+
+
+def _share(found: Mapping[str, object], metric: str) -> float:
+    return int(str(found[metric])) / int(str(found["tokens"]))
 
 
 def _held_together(found: Mapping[str, object]) -> list[str]:

@@ -12,11 +12,13 @@ from experiments.prefix_bounds import Chains, optimal_hits, unbounded_hits
 from experiments.prefix_prompts import Prompts, SyntheticPrompts, synthetic_prompts, trace_prompts
 from experiments.prefix_replay import Replayed
 from experiments.workloads import Workload
+from paxkv.cache_stats import MISS_REASONS, recent_hit_rate
 from paxkv.model_shapes import KVShape
 from paxkv.paged import Paged
 from paxkv.prefix_cache import PrefixCache
 
 Eviction = Literal["lru", "lfu", "fifo", "priority"]
+RECENT_PROMPTS = 100  # over which the hit rate of a filled cache is taken
 
 
 class Case(NamedTuple):
@@ -71,15 +73,19 @@ def cache_blocks(case: Case, asked: Asked) -> int:
     return sum(math.ceil(tokens / asked.block_size(case)) for tokens in asked.known_tokens.tolist())
 
 
-def make_memory(cases: Iterable[Case], asked: Asked, resident: int) -> Paged:
-    """A block manager that serves caches of all sizes of one block size and one policy."""
+def make_memory(cases: Iterable[Case], asked: Asked, resident: int, explain_misses: bool = False) -> Paged:
+    """A block manager that serves caches of all sizes of one block size and one policy.
+
+    What it remembers of evicted blocks, to explain misses, grows with it: it is then as large as one without bound.
+    """
     cases = list(cases)
+    sizes = [*cases, cases[0]._replace(cache_tokens=None)] if explain_misses else cases
     return Paged(
         rows=resident,
         max_len=int(asked.known_tokens.max()),
         block_size=asked.block_size(cases[0]),
-        num_blocks=max(cache_blocks(case, asked) for case in cases),
-        cache=PrefixCache(eviction=cases[0].eviction),
+        num_blocks=max(cache_blocks(case, asked) for case in sizes),
+        cache=PrefixCache(eviction=cases[0].eviction, explain=explain_misses),
     )
 
 
@@ -121,6 +127,8 @@ def measure(
         "shared_blocks": replayed.shared_blocks,
         "most_sharers": replayed.most_sharers,
     }
+    missed = [name for name in (f"missed_{reason}" for reason in MISS_REASONS) if name in frame]
+    found |= {name: int(frame[name].to_numpy().sum(dtype=np.int64)) for name in missed}
     lookups = ((asked.known_tokens - 1) // block_size).tolist()
     if case.cache_tokens is None:
         counted = np.array(unbounded_hits(chains, lookups))
@@ -131,6 +139,7 @@ def measure(
     rates = {
         "block_hit_rate": found["blocks_saved"] / max(1, found["blocks"]),
         "token_hit_rate": found["hit_tokens"] / found["tokens"],
+        "recent_token_hit_rate": recent_hit_rate(np.ones_like(hit_tokens), asked.tokens, hit_tokens, RECENT_PROMPTS),
         "optimal_block_hit_rate": found["optimal_blocks_saved"] / max(1, found["blocks"]),
     }
     return frame, rates | found

@@ -13,7 +13,7 @@ from jaxtyping import Array, Int32
 from experiments.prefix_prompts import Prompts
 from paxkv.block_pool import retain
 from paxkv.block_tables import blocks_for
-from paxkv.cache_stats import CacheStats
+from paxkv.cache_stats import MISS_REASONS, CacheStats
 from paxkv.memory import Ask, Content
 from paxkv.outcomes import Outcome, raise_on_fault
 from paxkv.paged import Paged, PagedState
@@ -66,7 +66,8 @@ def replay(
 
     Returns:
       A row a prompt: `tokens`, `hit_tokens` of them found in the cache, `evictions` of cached blocks it caused, and,
-      once it is stored, `held_blocks` by all prompts and `unshared_blocks` that they would hold without sharing.
+      once it is stored, `held_blocks` by all prompts and `unshared_blocks` that they would hold without sharing. If
+      the memory explains misses, also `missed_<reason>` for each of `cache_stats.MISS_REASONS`, in tokens.
 
     Raises:
       ValueError: a prompt cannot fit, whatever is released.
@@ -116,18 +117,21 @@ def _scan(
     num_blocks = carry.state.pool.num_free  # nothing is held yet
 
     def one(carry: _Carry, prompt: _Prompt) -> tuple[_Carry, dict[str, Array]]:
-        evictions = _evictions(carry.state)
+        before = _stats(carry.state)
         carry, row, outcome = _admit(memory, unit, carry, prompt)
         hit_tokens = carry.state.seqs.lengths.at[row].get(mode="fill", fill_value=0)
         state = _store(memory, unit, chunk_tokens, carry.state, row, prompt)
+        after = _stats(state)
         columns = {
             "tokens": prompt.length,
             "hit_tokens": jnp.minimum(hit_tokens, prompt.length),
-            "evictions": _evictions(state) - evictions,
+            "evictions": after.evictions - before.evictions,
             "held_blocks": num_blocks - state.pool.num_free,
             "unshared_blocks": jnp.sum(blocks_for(state.seqs.lengths, memory.block_size)),
             "outcome": outcome,
         }
+        if memory.cache is not None and memory.cache.explain:
+            columns |= _missed(before, after)
         return dataclasses.replace(carry, state=state), columns
 
     return jax.lax.scan(one, carry, prompts)
@@ -189,8 +193,17 @@ def _store(
     )
 
 
-def _evictions(state: PagedState) -> Int32[Array, ""]:
-    return typing.cast(CacheStats, state.stats).evictions
+def _missed(before: CacheStats, after: CacheStats) -> dict[str, Int32[Array, ""]]:
+    """Tokens that were not hit between two readings, by the reason why."""
+    missed = {f"missed_{name}": getattr(after, name) - getattr(before, name) for name in MISS_REASONS}
+    # All prompts have one adapter and salt: what was cached for others was cached for them, and evicted so long ago
+    # that the smaller of the two memories of it was overwritten.
+    missed["missed_evicted"] += missed["missed_other_key"]
+    return missed | {"missed_other_key": jnp.zeros_like(missed["missed_other_key"])}
+
+
+def _stats(state: PagedState) -> CacheStats:
+    return typing.cast(CacheStats, state.stats)
 
 
 def _tokens(prompt: _Prompt, unit: int, position: Int32[Array, " tokens"]) -> Int32[Array, " tokens"]:

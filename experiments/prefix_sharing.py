@@ -57,6 +57,8 @@ class Config:
         first size, and the block sizes under the first policy.
       resident: most prompts held at a time. The oldest makes way for the next one.
       chunk_tokens: tokens stored in one call: costs time, changes no result.
+      explain_misses: also count the tokens that were not hit by the reason why. Not with `partial_blocks`, whose
+        blocks stand for hash ids.
       kv_model: whose keys and values the bytes are of.
       expect: by configuration and metric, what must come out.
     """
@@ -73,6 +75,7 @@ class Config:
     crossed: bool = True
     resident: int = 1
     chunk_tokens: int = 1024
+    explain_misses: bool = False
     kv_model: str = "Llama-3-8B"
     expect: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
 
@@ -112,6 +115,11 @@ def resolve(config: Config) -> Config:
     if unknown := config.expect.keys() - set(parts(config)):
         raise ValueError(f"expect: expected names of configurations ({', '.join(parts(config))}), got {unknown}")
     model_shape(config.kv_model)
+    if config.explain_misses and config.partial_blocks:
+        raise ValueError(
+            "explain_misses: expected false with partial_blocks, as reasons are counted in tokens, got true; leave out "
+            "one of the two"
+        )
     if config.synthetic is not None:
         config.synthetic.check()
         if config.partial_blocks:
@@ -132,7 +140,8 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
         if run_dir.finished_part(case.name) is None:
             if case.block_size not in chains:
                 chains = {case.block_size: block_chains(asked.prompts, asked.block_size(case))}
-            memory = make_memory((c for c in cases(config) if c[:2] == case[:2]), asked, config.resident)
+            alike = [c for c in cases(config) if c[:2] == case[:2]]
+            memory = make_memory(alike, asked, config.resident, config.explain_misses)
             chunk_tokens = min(max(1, config.chunk_tokens // asked.scale), memory.max_len)
             begin = time.perf_counter()
             replayed = replay(memory, asked.prompts, asked.known_tokens, chunk_tokens, cache_blocks(case, asked))
@@ -165,6 +174,10 @@ def failed_checks(results: Results) -> list[str]:
             failures.append(
                 f"{name}: the hits of {found['miscounted_requests']:,} requests are not those of an independent count"
             )
+        missed = [name for name in found if name.startswith("missed_")]
+        explained = sum(_count(found, name) for name in [*missed, "hit_tokens"])
+        if missed and explained != found["tokens"]:
+            failures.append(f"{name}: {explained:,} tokens were hit or explained, of {found['tokens']:,}")
         saved, possible = _count(found, "blocks_saved"), _count(found, "optimal_blocks_saved")
         if saved > possible:
             failures.append(f"{name}: {saved:,} blocks hit, but no cache of its size can hit more than {possible:,}")

@@ -10,6 +10,9 @@ from jaxtyping import Array, Bool, Int32, Integer
 
 from paxkv.sizes import require_int
 
+MISS_REASONS = ("below_block", "last_token", "alignment", "hole", "evicted", "other_key", "cold")
+"""Counts of `CacheStats` that say why tokens were not hit. With the hits they add up to the queries."""
+
 
 @typing.no_type_check
 @jax.tree_util.register_dataclass

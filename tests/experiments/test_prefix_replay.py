@@ -8,6 +8,7 @@ import pytest
 
 from experiments.prefix_prompts import Prompts, SyntheticPrompts, synthetic_prompts
 from experiments.prefix_replay import _Prompt, _tokens, replay
+from paxkv.cache_stats import MISS_REASONS
 from paxkv.paged import Paged
 from paxkv.prefix_cache import PrefixCache
 
@@ -39,6 +40,7 @@ class ByHand:
         self.references = dict.fromkeys(range(num_blocks), 0)
         self.tables = []  # of the prompts held, the oldest first
         self.new, self.evictions = itertools.count(1), 0
+        self.prefixes, self.evicted = {}, set()  # block -> all tokens to its end; those that made way
 
     def look_up(self, tokens):
         table, content = [], 0
@@ -66,6 +68,7 @@ class ByHand:
             block = min(self.free, key=lambda block: self.ranks[block] if block in self.contents else -1)
         self.free.remove(block)
         self.evictions += self.contents.pop(block, None) is not None
+        self.evicted |= {self.prefixes.pop(block)} if block in self.prefixes else set()
         self.references[block] = 1
         return block
 
@@ -76,6 +79,7 @@ class ByHand:
             self.release_oldest()
             table = self.look_up(tokens)
         hit_tokens = 4 * len(table)
+        self.missed = self.explain(tokens, hit_tokens)
         for block in table:
             self.references[block] += 1
             self.free = [b for b in self.free if b != block]
@@ -86,6 +90,7 @@ class ByHand:
             for place in range(start // 4, end // 4):
                 before = self.contents[table[place - 1]][0] if place else 0
                 self.contents[table[place]] = (next(self.new), before, tokens[4 * place : 4 * place + 4])
+                self.prefixes[table[place]] = tokens[: 4 * place + 4]
                 self.rank(table[place], priority, self.contents[table[place]][0], used=False)
         self.tables.append(table)
         return {
@@ -95,6 +100,18 @@ class ByHand:
             "held_blocks": self.num_blocks - len(self.free),
             "unshared_blocks": sum(map(len, self.tables)),
         }
+
+    def explain(self, tokens, hit_tokens):
+        """Tokens that were not hit, by the reason why."""
+        missed = dict.fromkeys((f"missed_{name}" for name in MISS_REASONS), 0)
+        missed["missed_below_block"] = len(tokens) % 4
+        for end in range(hit_tokens + 4, len(tokens) + 1, 4):
+            if tokens[:end] in self.prefixes.values():
+                last = end == hit_tokens + 4 == len(tokens)
+                missed["missed_last_token" if last else "missed_hole"] += 4
+            else:
+                missed["missed_evicted" if tokens[:end] in self.evicted else "missed_cold"] += 4
+        return missed
 
     def rank(self, block, priority, number, *, used):
         uses = self.ranks.get(block, 0) + 1 if used else 1
@@ -120,6 +137,30 @@ def test_every_prompt_hits_and_evicts_what_it_does_in_plain_python(eviction, num
     assert sum(row["hit_tokens"] for row in expected) > 300
     references = by_hand.references.values()
     assert (found.shared_blocks, found.most_sharers) == (sum(n > 1 for n in references), max(references))
+
+
+def test_what_every_prompt_misses_is_explained_as_it_is_in_plain_python():
+    # Each prompt is sent twice, so that there are last tokens to compute; what was cached first makes way first, so
+    # that there are holes. The tables that remember what was evicted grow with the memory, here to where none is lost.
+    twice = {name: np.repeat(getattr(CHATS, name), 2, axis=0) for name in ("ids", "lengths", "priorities")}
+    prompts = Prompts(unit=CHATS.unit, **twice)
+    cache = PrefixCache(eviction="fifo", explain=True)
+    memory = Paged(rows=3, max_len=LONGEST, block_size=4, num_blocks=2**14, cache=cache)
+    by_hand = ByHand("fifo", 3, 40, CHUNK)
+    expected = []
+    for tokens, priority in zip(prompts.tokens(), prompts.priorities.tolist(), strict=True):
+        expected.append(by_hand.serve(tuple(tokens.tolist()), priority) | by_hand.missed)
+    found = replay(memory, prompts, prompts.lengths, CHUNK, 40).frame
+    assert found.to_dicts() == expected
+    totals = {name: found[f"missed_{name}"].sum() for name in MISS_REASONS}
+    assert {name for name, count in totals.items() if count} == {
+        "below_block",
+        "last_token",
+        "hole",
+        "evicted",
+        "cold",
+    }
+    assert sum(totals.values()) + found["hit_tokens"].sum() == found["tokens"].sum()
 
 
 def test_a_prompt_that_cannot_fit_is_refused_with_a_way_out():

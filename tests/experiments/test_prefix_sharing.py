@@ -14,8 +14,8 @@ from experiments import config as configs
 from experiments import plots
 from experiments import prefix_sharing as experiment
 from experiments.prefix_bounds import block_chains, unbounded_hits
-from experiments.prefix_measure import Asked, Case, ask_trace, make_memory
-from experiments.prefix_prompts import Prompts, SyntheticPrompts
+from experiments.prefix_measure import RECENT_PROMPTS, Asked, Case, ask_trace, make_memory
+from experiments.prefix_prompts import Prompts, SyntheticPrompts, synthetic_prompts
 from experiments.progress import Progress
 from experiments.run_directory import RunDirectory
 from experiments.workloads import WorkloadConfig, load_workload
@@ -39,6 +39,7 @@ CONFIG = experiment.Config(
     cache_tokens=(96, 192, "unbounded"),
     resident=2,
     chunk_tokens=32,
+    explain_misses=True,
 )
 NAMES = [f"{block}-{cache}" for block in ("block4", "block8") for cache in ("lru-96", "lru-192", "unbounded")]
 # Two chats of a made-up service. Blocks of 512 tokens by hash id, the last of each prompt partly filled.
@@ -122,6 +123,9 @@ def test_sizes_of_one_policy_share_a_memory_as_large_as_the_largest(eviction):
     memory = make_memory(sizes, asked, resident=2)
     assert (memory.cache.eviction, memory.num_blocks, memory.rows, memory.max_len) == (eviction, 3, 2, 9)
     assert make_memory([*sizes, Case(4, eviction, None)], asked, 2).num_blocks == 2 + 2 + 3
+    explaining = make_memory(sizes, asked, resident=2, explain_misses=True)
+    assert explaining.cache.explain
+    assert explaining.num_blocks == 2 + 2 + 3
 
 
 def test_results_have_their_names_and_hold_what_they_must(finished):
@@ -154,10 +158,40 @@ def test_rows_of_the_table_add_up_to_the_results(finished):
     assert prompts["cache"].unique(maintain_order=True).to_list() == NAMES
     for name, found in results.items():
         own = prompts.filter(cache=name)
-        sums = {metric: own[metric].sum() for metric in ("tokens", "hit_tokens", "blocks", "evictions")}
+        metrics = ["tokens", "hit_tokens", "blocks", "evictions", *(m for m in found if m.startswith("missed_"))]
+        assert len(metrics) == 4 + 7
+        sums = {metric: own[metric].sum() for metric in metrics}
         assert sums == {metric: found[metric] for metric in sums}
         assert own["hit_blocks"].sum() == found["blocks_saved"]
         assert (own["hit_tokens"] < own["tokens"]).all()
+        own = own.tail(RECENT_PROMPTS)
+        assert found["recent_token_hit_rate"] == own["hit_tokens"].sum() / own["tokens"].sum()
+
+
+def test_misses_are_explained_where_it_was_asked_for(finished, tmp_path):
+    results, _ = finished
+    prompts = synthetic_prompts(CHATS, CONFIG.seed)
+    for name, found in results.items():
+        block_size = int(name.split("-")[0].removeprefix("block"))
+        # What was never cached before is each block once; what a prompt has beyond its blocks is below one.
+        assert found["missed_cold"] == block_size * max(max(c, default=0) for c in block_chains(prompts, block_size))
+        assert found["missed_below_block"] == (prompts.lengths % block_size).sum()
+        assert found["missed_other_key"] == found["missed_alignment"] == 0
+        assert sum(count for metric, count in found.items() if metric.startswith("missed_")) == (
+            found["tokens"] - found["hit_tokens"]
+        )
+    small, unbounded = results["block4-lru-96"], results["block4-unbounded"]
+    # Without bound nothing is evicted, and each prompt is new but for what it repeats.
+    assert unbounded["missed_evicted"] == unbounded["missed_hole"] == 0 < small["missed_evicted"]
+    _, table, *_ = experiment.tables(results)
+    assert table.title == "Tokens not found in the prefix cache, by reason, of all tokens"
+    shares = dict(zip(table.headings, table.rows[0], strict=True))
+    assert shares["evicted"] == f"{small['missed_evicted'] / small['tokens']:.2%}"
+    assert "other key" not in shares
+    config = dataclasses.replace(CONFIG, explain_misses=False, block_sizes=(8,), cache_tokens=(96,))
+    (unexplained,) = run(config, tmp_path / "run").values()
+    same = {metric: value for metric, value in results["block8-lru-96"].items() if not metric.startswith("missed_")}
+    assert unexplained == same
 
 
 def test_running_a_config_again_gives_the_same_results(finished, tmp_path):
@@ -221,6 +255,7 @@ def test_a_trace_counts_token_by_token_unless_told_otherwise(trace):
     [
         ({"block4-unbounded": {"miscounted_requests": 3}}, "the hits of 3 requests are not those of an independent"),
         ({"block4-lru-96": {"blocks_saved": 10**6}}, "1,000,000 blocks hit, but no cache of its size can hit more"),
+        ({"block4-lru-192": {"missed_cold": 0}}, "block4-lru-192: .* tokens were hit or explained, of "),
         ({"block8-lru-192": {"blocks_saved": 1}}, "block8-lru-192: 1 blocks hit, fewer than the .* which is smaller"),
     ],
 )
@@ -240,7 +275,8 @@ def test_what_cannot_be_fails_the_run(finished, changes, said):
         ({"block_sizes": (0,)}, "block_sizes must be at least 1"),
         ({"cache_tokens": (7,)}, "cache_tokens must be at least 8"),
         ({"resident": 0}, "resident must be at least 1"),
-        ({"partial_blocks": True}, "partial_blocks: only a trace"),
+        ({"partial_blocks": True, "explain_misses": False}, "partial_blocks: only a trace"),
+        ({"partial_blocks": True}, "explain_misses: expected false with partial_blocks"),
         ({"kv_model": "Llama-3-9B"}, "did you mean 'Llama-3-8B'"),
         ({"expect": {"block5-unbounded": {}}}, "expect: expected names of configurations"),
         ({"synthetic": SyntheticPrompts(conversations=0)}, "conversations must be at least 1"),
