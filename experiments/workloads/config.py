@@ -155,40 +155,112 @@ def _draw(config: WorkloadConfig, seed: int) -> Workload:
 
 def _check(config: WorkloadConfig) -> None:
     """Refuses knobs that contradict each other or that nothing would read."""
-    synthetic = config.kind == "synthetic"
-    has_means = config.prompt_mean is not None and config.output_mean is not None
-    no_means = config.prompt_mean is None and config.output_mean is None
-    exponential = config.lengths in ("sharegpt", "alpaca", "exponential")
-    rules = (
-        (not synthetic or config.num_requests is not None, "kind: synthetic needs num_requests"),
-        (config.num_requests is None or config.num_requests >= 1, "num_requests must be at least 1"),
+    kind, synthetic = f"kind: {config.kind}", config.kind == "synthetic"
+    inside = not pathlib.PurePath(config.file).is_absolute() and ".." not in pathlib.PurePath(config.file).parts
+    means = (config.prompt_mean, config.output_mean)
+    cuts, no_cuts = (config.max_prompt, config.max_total), (WorkloadConfig.max_prompt, WorkloadConfig.max_total)
+    takes_means = config.lengths in ("exponential", "uniform", "constant")
+    # Whether it holds, the fields, what was expected, what came, and what to do.
+    rules: tuple[tuple[bool, str, str, object, str], ...] = (
         (
-            not synthetic or not (config.file or config.sha256),
-            "file and sha256 belong to traces, not to kind: synthetic",
-        ),
-        (synthetic or config.file, f"kind: {config.kind} needs file, a name in the folder of {TRACE_DIR_VARIABLE}"),
-        (
-            not pathlib.PurePath(config.file).is_absolute() and ".." not in pathlib.PurePath(config.file).parts,
-            f"file must lie in the folder that {TRACE_DIR_VARIABLE} names and be given relative to it",
-        ),
-        (synthetic == (config.lengths is not None), "lengths must be given for kind: synthetic, and only then"),
-        (
-            has_means if config.lengths in ("exponential", "uniform", "constant") else no_means,
-            "prompt_mean and output_mean must be given for exponential, uniform and constant lengths, and only then",
+            config.num_requests is not None or not synthetic,
+            "num_requests",
+            f"a number with {kind}",
+            config.num_requests,
+            "say how many to draw",
         ),
         (
-            exponential
-            or (config.max_prompt, config.max_total) == (WorkloadConfig.max_prompt, WorkloadConfig.max_total),
-            "max_prompt and max_total cut exponential lengths only",
+            config.num_requests is None or config.num_requests >= 1,
+            "num_requests",
+            "at least 1",
+            config.num_requests,
+            "leave it out for all requests of a trace",
         ),
-        (not synthetic or config.zero_output == "refuse", "zero_output is for traces: no drawn length is 0"),
+        (
+            not synthetic or not config.file,
+            "file",
+            f"nothing with {kind}",
+            repr(config.file),
+            "leave it out, or name the trace's kind",
+        ),
+        (
+            not synthetic or not config.sha256,
+            "sha256",
+            f"nothing with {kind}",
+            repr(config.sha256),
+            "leave it out, or name the trace's kind",
+        ),
+        (
+            synthetic or bool(config.file),
+            "file",
+            f"a name with {kind}",
+            repr(config.file),
+            f"name the trace, relative to the folder of {TRACE_DIR_VARIABLE}",
+        ),
+        (
+            inside,
+            "file",
+            f"a path below the folder that {TRACE_DIR_VARIABLE} names",
+            repr(config.file),
+            "give it relative to that folder",
+        ),
+        (
+            config.lengths is not None or not synthetic,
+            "lengths",
+            f"a distribution with {kind}",
+            config.lengths,
+            "set lengths: sharegpt, for example",
+        ),
+        (
+            config.lengths is None or synthetic,
+            "lengths",
+            f"nothing with {kind}, which has its own",
+            config.lengths,
+            "leave it out",
+        ),
+        (
+            None not in means if takes_means else means == (None, None),
+            "prompt_mean, output_mean",
+            f"{'numbers' if takes_means else 'nothing'} with lengths: {config.lengths}",
+            f"{means[0]} and {means[1]}",
+            "give both" if takes_means else "leave both out, or take lengths: exponential, uniform or constant",
+        ),
+        (
+            config.lengths in ("sharegpt", "alpaca", "exponential") or cuts == no_cuts,
+            "max_prompt, max_total",
+            f"{no_cuts[0]} and {no_cuts[1]}, their defaults, with lengths: {config.lengths}",
+            f"{cuts[0]} and {cuts[1]}",
+            "leave them out: they cut exponential lengths only",
+        ),
+        (
+            config.zero_output == "refuse" or not synthetic,
+            "zero_output",
+            f"refuse, its default, with {kind}",
+            config.zero_output,
+            "leave it out: no drawn length is 0",
+        ),
         (
             config.rate is not None or config.kind not in ("synthetic", "sharegpt_stats"),
-            f"kind: {config.kind} has no arrival times: rate must be given (.inf puts every arrival at 0)",
+            "rate",
+            f"requests per second with {kind}, which has no arrival times",
+            config.rate,
+            "give it; .inf puts every arrival at 0",
         ),
-        (config.rate is not None or config.burstiness == 1, "burstiness shapes drawn arrivals: it needs rate"),
-        (0 < config.time_scale < float("inf"), "time_scale must be a positive number"),
+        (
+            config.rate is not None or config.burstiness == 1,
+            "burstiness",
+            "1, its default, without rate",
+            config.burstiness,
+            "give a rate to draw arrivals, or leave it out",
+        ),
+        (
+            0 < config.time_scale < float("inf"),
+            "time_scale",
+            "a positive number",
+            config.time_scale,
+            "1 leaves the times as they are",
+        ),
     )
-    for holds, problem in rules:
+    for holds, fields, expected, got, remedy in rules:
         if not holds:
-            raise ValueError(f"{problem}; got {config}")
+            raise ValueError(f"{fields}: expected {expected}, got {got}; {remedy}")

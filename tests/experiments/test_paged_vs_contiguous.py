@@ -206,7 +206,10 @@ def changed(config, **memory):
         ({"near_tie": -1e-4}, "near_tie: expected a finite difference"),
         ({"token_budget": 7}, "token_budget: expected at least rows = 8"),
         ({"temperature": -1.0}, "temperature: expected a finite number"),
-        ({"workload": WorkloadConfig(num_requests=3)}, "lengths must be given for kind: synthetic"),
+        (
+            {"workload": WorkloadConfig(num_requests=3)},
+            "lengths: expected a distribution with kind: synthetic, got None",
+        ),
         ({"model_sha256": "abc"}, "model_sha256: expected the model abc, got .*; restore the checkpoint, or leave"),
         ({"model": pathlib.Path("nowhere")}, "no checkpoint at nowhere"),
     ],
