@@ -49,7 +49,7 @@ CASES = {
     ),
     "swap": Case(
         Paged(rows=6, max_len=24, block_size=3, num_blocks=14, forks=True, host_blocks=11, watermark_blocks=5),
-        Policy(victim="least_work", preemption="swap"),
+        Policy(victim="priority", preemption="swap"),
         6,
         2,
     ),
@@ -186,6 +186,16 @@ def test_a_group_that_left_twice_comes_back_in_room_for_all_of_it():
         require_together("in_order", requests, step, f"step {i}")
     assert state.progress.generated[:4].tolist() == [13, 13, 8, 8]
     assert state.progress.preemptions[2] > 0
+
+
+def test_who_completes_a_group_may_have_the_blocks_that_are_kept_back():
+    """When one of the group of the long prompt is back, there is room for the other, but not beside the watermark."""
+    requests, state, steps = run("swap", [2, 13, 1, 1, 1], [20, 9, 0, 0, 0], [0] * PROMPTS, [2, 1, 1, 1, 1])
+    for i, step in enumerate(steps):
+        require_together("swap", requests, step, f"step {i}")
+    assert state.progress.generated[:4].tolist() == [20, 20, 9, 9]
+    assert state.progress.preemptions[:4].tolist() == [0, 0, 1, 1]
+    assert max(int(step["plan"].moves_out.count) for step in steps) == 8
 
 
 def test_who_can_never_come_back_from_the_host_is_refused_and_leaves_it():
