@@ -20,6 +20,7 @@ from paxkv.requests import TICK_US, Reason, Status, make_requests
 from paxkv.scheduler import abort
 from paxkv.scheduler_state import Policy
 from tests.paxkv import fake_model, unchecked
+from tests.paxkv.oracles.jitted import quickly
 
 MAX_LEN = 24
 SHORT = Paged(rows=3, max_len=MAX_LEN, block_size=4, num_blocks=8, cache=PrefixCache(), host_blocks=12)
@@ -47,7 +48,7 @@ def start(memory, requests, **options):
     state = init_engine(engine, requests, cache)
     params = fake_model.as_params(tables())
     lowered = run_steps.lower(engine, params, requests, state, 1)
-    compiled = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    compiled = lowered.compile(compiler_options=quickly())
     return state, lambda state: compiled(params, requests, state)[0]
 
 
@@ -63,7 +64,7 @@ def expected(i):
 def test_blocks_of_no_use_hold_nothing_and_tokens_stay_the_same(on_free, preemption):
     """With swaps, a block that was wiped is not taken for the one that went to the host."""
     requests = workload()
-    memory = dataclasses.replace(SHORT, host_blocks=8 if preemption == "swap" else 0)
+    memory = dataclasses.replace(SHORT, host_blocks=8 if preemption == "swap" else 0, free_order="fifo")
     state, step = start(memory, requests, on_free=on_free, policy=Policy(preemption=preemption))
     was_used = np.zeros(memory.num_blocks, bool)
     while not all_ended(state):

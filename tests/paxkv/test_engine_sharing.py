@@ -17,6 +17,7 @@ from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import Reason, make_requests
 from paxkv.scheduler_state import Policy
 from tests.paxkv import fake_model
+from tests.paxkv.oracles.jitted import quickly
 
 MAX_LEN, BUDGET, STEPS = 32, 8, 16
 MERGE = PrefixCache(publish="on_compute", duplicates="merge")
@@ -81,7 +82,7 @@ def serve(name, requests):
     state = init_engine(engine, requests, cache)
     params = fake_model.as_params(tables())
     lowered = run_steps.lower(engine, params, requests, state, STEPS)
-    advance = lowered.compile(compiler_options={"xla_backend_optimization_level": 0})
+    advance = lowered.compile(compiler_options=quickly())
     records = []
     while not all_ended(state):
         state, record = advance(params, requests, state)

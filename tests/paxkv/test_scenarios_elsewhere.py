@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import random
 from fractions import Fraction
 
 import jax
@@ -168,6 +169,37 @@ def test_the_scheduler_does_as_the_scenario_says(scenario: Scenario, steps_of):
         expected = list(zip(step["computes"], step["recompute_tokens"], strict=True))
         found = itertools.islice(steps_of(memory, Policy(**step["policy"]), step), len(expected))
         assert list(found) == expected
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        Policy(victim="least_work"),
+        Policy(victim="priority", overtake=True),
+        Policy(victim="last_arrived", overtake=True),
+    ],
+    ids=lambda policy: f"{policy.victim}, overtake {policy.overtake}",
+)
+def test_under_any_policy_every_step_is_that_of_the_oracle(policy):
+    memory = Paged(rows=4, max_len=24, block_size=4, num_blocks=7)
+    preemptions = 0
+    for seed in range(12):
+        rng = random.Random(seed)
+        requests = {
+            str(number): {
+                "prompt": rng.randint(1, 12),
+                "output": rng.randint(1, 10),
+                "priority": rng.randrange(3),
+                "arrival": number // 3,
+            }
+            for number in range(9)
+        }
+        asked = {"requests": requests, "token_budget": 9}
+        jitted, plain = (list(itertools.islice(run(memory, policy, asked), 90)) for run in (jitted_steps, plain_steps))
+        assert jitted == plain, f"seed {seed}"
+        assert not any(computed for computed, _ in plain[-5:]), "somebody is never done"
+        preemptions += sum(lost > 0 for _, lost in plain)
+    assert preemptions > 10
 
 
 # ---- vAttention ------------------------------------------------------------------------------------------------------
