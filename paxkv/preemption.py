@@ -37,8 +37,8 @@ def make_room(
     frees it.
 
     With `policy.preemption` "swap" a victim's blocks go to the host, if there is room for all of them; the copies are
-    to be made before anything is written. A group is parked as a whole or not at all: those who come back from the host
-    would not share with those who compute their prompt again, and might not find room beside them.
+    to be made before anything is written. If there is none, those of the victim's group who are parked leave the host
+    too: they would not share with who has to compute the prompt again, and might not find room beside it.
     """
 
     def is_short(carry: Preempted) -> Bool[Array, ""]:
@@ -59,9 +59,10 @@ def make_room(
                 state, memory=memory_state, places=_places(state).at[at].set(places, mode="drop")
             )
             moves, lost = join_moves(moves, new), outcome != Outcome.OK
-            others = lost & _is_of_group(requests, state, chosen)
-            stored += _parked_tokens(memory, state, others)
-            state = discard_parked(memory, state, others)
+            if _has_groups(memory, requests):
+                others = lost & _is_of_group(requests, state, chosen)
+                stored += _parked_tokens(memory, state, others)
+                state = discard_parked(memory, state, others)
         state = _preempt(memory, requests, state, chosen, lost)
         return Preempted(state, carry.victims | chosen, carry.lost_tokens + jnp.where(lost, stored, 0), moves)
 
@@ -95,6 +96,11 @@ def _parked_tokens(
     return jnp.sum(jnp.where(requests, tokens, 0), dtype=jnp.int32)
 
 
+def _has_groups(memory: KVMemory[Any], requests: Requests) -> bool:
+    """Whether sequences that were asked for together share, and so run together."""
+    return requests.samples > 1 and memory.can_fork
+
+
 def _is_of_group(requests: Requests, state: SchedulerState, rows: Bool[Array, " rows"]) -> Bool[Array, " requests"]:
     """Requests that were asked for together with those in the masked rows, which are of one group."""
     leaders = by_row(requests.leaders, state.row_request, -1)
@@ -117,7 +123,7 @@ def _victim(memory: KVMemory[Any], policy: Policy, requests: Requests, state: Sc
             worth = by_row(requests.priorities, state.row_request, 0)
     least = jnp.min(jnp.where(running, worth, 2**31 - 1))
     candidates = running & (worth == least)
-    if not (requests.samples > 1 and memory.can_fork):
+    if not _has_groups(memory, requests):
         last = jnp.max(jnp.where(candidates, state.row_request, -1))
         return running & (state.row_request == last)
     leaders = by_row(requests.leaders, state.row_request, requests.count)

@@ -64,7 +64,7 @@ def expected(i):
 def test_blocks_of_no_use_hold_nothing_and_tokens_stay_the_same(on_free, preemption):
     """With swaps, a block that was wiped is not taken for the one that went to the host."""
     requests = workload()
-    memory = dataclasses.replace(SHORT, host_blocks=8 if preemption == "swap" else 0, free_order="fifo")
+    memory = dataclasses.replace(SHORT, host_blocks=8 if preemption == "swap" else 0)
     state, step = start(memory, requests, on_free=on_free, policy=Policy(preemption=preemption))
     was_used = np.zeros(memory.num_blocks, bool)
     while not all_ended(state):
