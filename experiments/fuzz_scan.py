@@ -130,8 +130,8 @@ def _seen(memory: Paged, world: World) -> dict[str, int]:
         found |= {"hit_tokens": world.state.stats.hits, "evictions": world.state.stats.evictions}
         if memory.cache.collide:
             found["unpublished"] = world.state.stats.unpublished
-    if memory.forks:
-        found["copies"] = world.copies
+    if memory.forks and any(group.block_size > 1 for group in memory.layer_groups):
+        found["copies"] = world.copies  # a block of one token is never half full
     if memory.host_blocks:
         found["moves"] = world.moves
     return {name: int(count) for name, count in found.items()}

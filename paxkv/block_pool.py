@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
-from paxkv.control_flow import run_if
+from paxkv.control_flow import read_rows, run_if
 
 
 @typing.no_type_check
@@ -68,7 +68,9 @@ class Marks(NamedTuple):
 
 def look_at(pool: BlockPool, ids: Int32[Array, " n"]) -> Marks:
     """The marks of each block."""
-    return Marks(*pool.marks.at[ids].get(mode="fill", fill_value=-1, wrap_negative_indices=False).T)
+    known = (ids >= 0) & (ids < pool.num_blocks)
+    marks = read_rows(pool.marks, jnp.where(known, ids, 0))
+    return Marks(*jnp.where(known[:, None], marks, -1).T)
 
 
 def of_use(pool: BlockPool) -> Bool[Array, " num_blocks"]:

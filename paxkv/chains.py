@@ -9,6 +9,7 @@ from jaxtyping import Array, Bool, Int32, UInt32
 
 from paxkv.block_tables import BlockTable
 from paxkv.chain_hash import seed, terms
+from paxkv.control_flow import read_rows
 from paxkv.prefix_cache import Filled, PrefixCache
 from paxkv.windows import Group
 
@@ -77,6 +78,7 @@ def clear_chains(chains: Chains, rows: Bool[Array, " rows"]) -> Chains:
 def filled_rows(config: PrefixCache, chains: Chains, table: BlockTable, at: tuple, group: int) -> Filled:
     """Puts together what `publish` must know of blocks `index` of rows `row`."""
     row, index, valid, starts, hashes, tokens = at
+    columns = table.ids.shape[1]
     identities = chains.identities.at[row].get(mode="fill", fill_value=0)
     plain_keys = None
     if config.explain:
@@ -85,7 +87,7 @@ def filled_rows(config: PrefixCache, chains: Chains, table: BlockTable, at: tupl
     return Filled(
         valid=valid,
         starts=starts,
-        blocks=table.ids.at[row, index].get(mode="fill", fill_value=0),
+        blocks=read_rows(table.ids.reshape(-1), row * columns + jnp.minimum(index, columns - 1)),
         keys=config.keys(hashes, group),
         tokens=tokens,
         parents=chains.contents.at[row, group].get(mode="fill", fill_value=0),

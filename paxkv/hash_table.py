@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32, UInt32
 
 from paxkv.chain_hash import mix
-from paxkv.control_flow import read_now
+from paxkv.control_flow import read_rows
 
 WIDTH = 8  # entries in a bucket
 WAYS = 2 * WIDTH  # entries that a key can be in
@@ -40,7 +40,7 @@ class Ways(NamedTuple):
 def look_up(table: Int32[Array, "buckets ways"], keys: UInt32[Array, "n 2"], none: int) -> Ways:
     """Everything that the table has in the buckets of each key."""
     buckets = _buckets(keys, table.shape[0])
-    rows = read_now(table.at[buckets].get(mode="promise_in_bounds"))  # [n, 2, ways]
+    rows = read_rows(table, buckets.reshape(-1)).reshape(-1, 2, WAYS)
     tag, blocks = rows[:, :, :WIDTH], rows[:, :, WIDTH:]
     same = (tag == tags(keys)[:, None, None]) & (blocks != none)
     return Ways(blocks.reshape(-1, WAYS), same.reshape(-1, WAYS), buckets * WIDTH)

@@ -19,7 +19,7 @@ from jaxtyping import Array, Bool, Int32, UInt32
 
 from paxkv import hash_table
 from paxkv.chain_hash import block_keys, constant_keys
-from paxkv.control_flow import read_now
+from paxkv.control_flow import read_rows
 
 Publish = Literal["on_schedule", "on_compute"]
 Duplicates = Literal["keep", "merge"]
@@ -195,9 +195,10 @@ def _compare(
 ) -> tuple[Int32[Array, "n columns"], Bool[Array, " n"]]:
     """The records of these blocks, and whether tokens and identity are those wanted."""
     wanted = jnp.concatenate([jnp.broadcast_to(wanted_identities, (candidates.shape[0], 3)), wanted_tokens], axis=1)
-    record = read_now(records.at[candidates].get(mode="fill", fill_value=0))
+    is_block = candidates != records.shape[0]
+    record = jnp.where(is_block[:, None], read_rows(records, jnp.where(is_block, candidates, 0)), 0)
     held = record[:, _IDENTITY.start : _IDENTITY.start + wanted.shape[1]]
-    return record, jnp.all(held == wanted, axis=1) & (candidates != records.shape[0])
+    return record, jnp.all(held == wanted, axis=1) & is_block
 
 
 def _has_other(same: Bool[Array, "n ways"], at: Int32[Array, ""], limit: Int32[Array, ""]) -> Bool[Array, ""]:
@@ -208,8 +209,9 @@ def _has_other(same: Bool[Array, "n ways"], at: Int32[Array, ""], limit: Int32[A
 def forget(config: PrefixCache, contents: Contents, ids: Int32[Array, " n"]) -> tuple[Contents, Int32[Array, ""]]:
     """Takes the content from these blocks, if they have any, and counts those. The sentinel marks empty places."""
     none = contents.records.shape[0]
-    record = contents.records.at[ids, :_COLUMNS].get(mode="fill", fill_value=0)
-    cached = record[:, _CONTENT] != 0
+    is_block = ids != none
+    record = read_rows(contents.records, jnp.where(is_block, ids, 0))
+    cached = is_block & (record[:, _CONTENT] != 0)
     entry = record[:, _ENTRY]
     evicted_tags = contents.evicted_tags
     if config.explain:
@@ -266,14 +268,13 @@ def publish(
     """
     none, count = contents.records.shape[0], filled.valid.shape[0]
     width = min(width, count)
-    fresh = contents.next_content + jnp.cumsum(filled.valid, dtype=jnp.int32) - 1
     merge = config.duplicates == "merge"
 
     def go_round(carry: _Round) -> _Round:
         """Settles the next blocks, in order, but for those whose candidate or entry turned out not to be theirs."""
         table, records = carry.table, carry.records
         at = _first_true(carry.pending, width)
-        todo, some = _pick(filled, carry, at, fresh)
+        todo, some = _pick(filled, carry, at)
 
         # What equals a cached block? Its parent must be known: cached or published, or found in this same round.
         ways = hash_table.look_up(table, some.keys, none)
@@ -304,7 +305,9 @@ def publish(
         claimed = hash_table.first_claims(entry, goes_in & ~broken & room)
         put = claimed & _unbroken(claimed | merged, starts)
 
-        ids = jnp.where(found, record[:, _CONTENT], some.fresh)
+        # Numbered as they go in, so that no content is older than its parent.
+        number = carry.next_content + jnp.cumsum(put & ~found, dtype=jnp.int32) - 1
+        ids = jnp.where(found, record[:, _CONTENT], number)
         parents = _parents(some, ids)
         table = hash_table.fill(table, entry, some.keys, some.blocks, put)
         unused = jnp.zeros((width, records.shape[1] - _COLUMNS - some.tokens.shape[1]), jnp.int32)
@@ -319,6 +322,7 @@ def publish(
             tried=carry.tried.at[at].set(tried_now, mode="drop"),
             ids=carry.ids.at[done].set(jnp.where(broken, BROKEN, ids), mode="drop"),
             holders=carry.holders.at[jnp.where(merged, at, count)].set(candidate, mode="drop"),
+            next_content=number[-1] + 1,
         )
 
     start = _Round(
@@ -328,13 +332,14 @@ def publish(
         tried=jnp.zeros(count, jnp.int32),
         ids=jnp.zeros(count, jnp.int32),
         holders=filled.blocks,
+        next_content=contents.next_content,
     )
     end = jax.lax.while_loop(lambda carry: jnp.any(carry.pending), go_round, start)
     contents = dataclasses.replace(
         contents,
         table=end.table,
         records=end.records,
-        ranks=_ranks_of_new(config, contents.ranks, filled, end.ids, end.holders, fresh),
+        ranks=_ranks_of_new(config, contents, filled, end.ids, end.holders),
         next_content=contents.next_content + jnp.sum(filled.valid, dtype=jnp.int32),
         known_tags=contents.known_tags
         if filled.plain_keys is None
@@ -352,6 +357,7 @@ class _Round(NamedTuple):
     tried: Int32[Array, " n"]  # a bit for each way whose block turned out to be another
     ids: Int32[Array, " n"]
     holders: Int32[Array, " n"]
+    next_content: Int32[Array, ""]
 
 
 class _Some(NamedTuple):
@@ -361,7 +367,6 @@ class _Some(NamedTuple):
     keys: UInt32[Array, "width 2"]
     tokens: Int32[Array, "width block_size"]
     identities: Int32[Array, "width 3"]
-    fresh: Int32[Array, " width"]  # the content it gets if it is a new one
     settled: Bool[Array, " width"]  # its parent is known; otherwise that is the entry before it
     parents: Int32[Array, " width"]  # where settled
 
@@ -374,9 +379,7 @@ def _first_true(mask: Bool[Array, " n"], width: int) -> Int32[Array, " width"]:
     return jnp.full(width, count, jnp.int32).at[jnp.where(mask, rank, width)].set(place, mode="drop")
 
 
-def _pick(
-    filled: Filled, carry: _Round, at: Int32[Array, " width"], fresh: Int32[Array, " n"]
-) -> tuple[Bool[Array, " width"], _Some]:
+def _pick(filled: Filled, carry: _Round, at: Int32[Array, " width"]) -> tuple[Bool[Array, " width"], _Some]:
     """The blocks at these places, and which places are none."""
     todo = at < filled.valid.shape[0]
     starts = jnp.ones_like(todo)
@@ -392,7 +395,6 @@ def _pick(
         keys=filled.keys.at[at].get(mode="fill", fill_value=0),
         tokens=filled.tokens.at[at].get(mode="fill", fill_value=0),
         identities=filled.identities.at[at].get(mode="fill", fill_value=0),
-        fresh=fresh.at[at].get(mode="fill", fill_value=0),
         settled=settled,
         parents=parents,
     )
@@ -415,14 +417,16 @@ def _unbroken(good: Bool[Array, " n"], starts: Bool[Array, " n"] | None) -> Bool
 
 def _ranks_of_new(
     config: PrefixCache,
-    ranks: Int32[Array, " num_blocks"],
+    contents: Contents,
     filled: Filled,
     ids: Int32[Array, " n"],
     holders: Int32[Array, " n"],
-    fresh: Int32[Array, " n"],
 ) -> Int32[Array, " num_blocks"]:
-    """The eviction ranks after these blocks were published, or were found to equal a cached one and merged with it."""
-    none = ranks.shape[0]
+    """The eviction ranks after these blocks were published, or were found to equal a cached one and merged with it.
+
+    `contents` are those before.
+    """
+    ranks, none = contents.ranks, contents.ranks.shape[0]
     published = filled.valid & (ids != BROKEN)
     own = published & (holders == filled.blocks)
     at, merged = jnp.where(own, holders, none), jnp.where(published & ~own, holders, none)
@@ -430,7 +434,8 @@ def _ranks_of_new(
         case "lfu":
             return ranks.at[at].set(1, mode="drop").at[merged].add(1, mode="drop")
         case "fifo":
-            return ranks.at[at].set(fresh, mode="drop")
+            turn = contents.next_content + jnp.cumsum(filled.valid, dtype=jnp.int32)
+            return ranks.at[at].set(turn, mode="drop")
         case "priority":
             return ranks.at[jnp.where(published, holders, none)].set(filled.priorities, mode="drop")
         case _:
