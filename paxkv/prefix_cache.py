@@ -20,6 +20,7 @@ from jaxtyping import Array, Bool, Int32, UInt32
 from paxkv import hash_table
 from paxkv.chain_hash import block_keys, constant_keys
 from paxkv.control_flow import read_rows
+from paxkv.sizes import require_bool
 
 Publish = Literal["on_schedule", "on_compute"]
 Duplicates = Literal["keep", "merge"]
@@ -67,6 +68,10 @@ class PrefixCache:
                 raise ValueError(
                     f"{name}: expected one of {', '.join(typing.get_args(kind))}, got {getattr(self, name)!r}"
                 )
+        require_bool("explain", self.explain)
+        require_bool("collide", self.collide)
+        if not isinstance(self.kv_format, str):
+            raise ValueError(f"kv_format: expected a str, got {self.kv_format!r}")
         if self.duplicates == "merge" and self.publish != "on_compute":
             raise ValueError(
                 "duplicates: 'merge' needs publish='on_compute'; on_schedule a step would write its keys and values "

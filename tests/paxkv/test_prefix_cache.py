@@ -11,6 +11,7 @@ import pytest
 
 from paxkv import hash_table, prefix_cache
 from paxkv.prefix_cache import BROKEN, Filled, PrefixCache, find, forget, init_contents, publish, ranking, touch
+from tests.paxkv import unchecked
 from tests.paxkv.test_chain_hash import plain_hash, plain_key
 
 NUM_BLOCKS, SIZE = 64, 2  # blocks, and tokens in each
@@ -527,3 +528,16 @@ def test_nothing_is_kept_to_explain_misses_unless_asked_for():
 def test_merging_before_the_data_is_there_is_refused():
     with pytest.raises(ValueError, match="duplicates: 'merge' needs publish='on_compute'"):
         PrefixCache(duplicates="merge")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"explain": "yes"}, "explain must be True or False, got 'yes' of type str"),
+        ({"collide": 1}, "collide must be True or False, got 1 of type int"),
+        ({"kv_format": None}, "kv_format: expected a str, got None"),
+    ],
+)
+def test_what_only_looks_like_an_option_is_refused(change, said):
+    with pytest.raises(ValueError, match=said):
+        unchecked.replace(PrefixCache(), **change)
