@@ -138,10 +138,11 @@ def failed_checks(results: Results) -> list[str]:
     for name, found in results.items():
         if name != _ALL and found["faults"]:
             failures.append(f"{name}: {found['faults']:,} operations left something wrong; {found['first_fault']}")
+        operations = int(str(found["operations"]))
         failures += [
-            f"{name}: {metric} never happened in {found['operations']:,} operations"
+            f"{name}: {metric} never happened in {operations:,} operations"
             for metric, count in found.items()
-            if count == 0 and metric != "faults" and found["operations"] >= _ENOUGH
+            if count == 0 and metric != "faults" and operations >= _ENOUGH
         ]
     return failures
 

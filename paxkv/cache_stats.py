@@ -23,7 +23,8 @@ class CacheStats:
     A request counts when it is admitted. One that was preempted and comes back is counted apart: it mostly hits what
     it left behind itself, which says nothing of the workload. Tokens that were not hit are counted under one reason
     each; the reasons are of first admissions, and count whole blocks but for the first. `evicted` and `other_key` stay
-    zero unless misses are explained, and miss what was forgotten of too many old keys: that is `cold`.
+    zero unless misses are explained. Old keys are forgotten when there are too many of them: what was evicted then
+    counts as `other_key` if its tokens are still known, and as `cold` if not.
     """
 
     queries: jax.Array  # tokens of requests admitted for the first time
@@ -35,7 +36,7 @@ class CacheStats:
     alignment: jax.Array  # in a block that is cached, but groups of layers agree on a shorter prefix only
     hole: jax.Array  # in a block that is cached, but one before it is not
     evicted: jax.Array  # in a block that was cached once
-    other_key: jax.Array  # in a block that is or was cached for another adapter, salt or epoch
+    other_key: jax.Array  # in a block whose tokens were cached, as far as is known for another adapter, salt or epoch
     cold: jax.Array  # in a block that was never seen, or is not explained
     evictions: jax.Array  # blocks whose content was given up for another
     unpublished: jax.Array  # full blocks that could not be cached for lack of room in the hash table
