@@ -214,9 +214,8 @@ def _has_other(same: Bool[Array, "n ways"], at: Int32[Array, ""], limit: Int32[A
 def forget(config: PrefixCache, contents: Contents, ids: Int32[Array, " n"]) -> tuple[Contents, Int32[Array, ""]]:
     """Takes the content from these blocks, if they have any, and counts those. The sentinel marks empty places."""
     none = contents.records.shape[0]
-    is_block = ids != none
-    record = read_rows(contents.records, jnp.where(is_block, ids, 0))
-    cached = is_block & (record[:, _CONTENT] != 0)
+    record = contents.records.at[ids, :_COLUMNS].get(mode="fill", fill_value=0)
+    cached = record[:, _CONTENT] != 0
     entry = record[:, _ENTRY]
     evicted_tags = contents.evicted_tags
     if config.explain:
