@@ -79,7 +79,12 @@ def filled_rows(config: PrefixCache, chains: Chains, table: BlockTable, at: tupl
     """Puts together what `publish` must know of blocks `index` of rows `row`."""
     row, index, valid, starts, hashes, tokens = at
     columns = table.ids.shape[1]
-    identities = chains.identities.at[row].get(mode="fill", fill_value=0)
+
+    def of_rows(leaf: jax.Array) -> jax.Array:
+        """What each entry's row has; the entries of `extend_by_one` are the rows."""
+        return leaf if starts is None else leaf.at[row].get(mode="fill", fill_value=0)
+
+    identities = of_rows(chains.identities)
     plain_keys = None
     if config.explain:
         adapter, salt, epoch = identities.T
@@ -90,9 +95,9 @@ def filled_rows(config: PrefixCache, chains: Chains, table: BlockTable, at: tupl
         blocks=read_rows(table.ids.reshape(-1), row * columns + jnp.minimum(index, columns - 1)),
         keys=config.keys(hashes, group),
         tokens=tokens,
-        parents=chains.contents.at[row, group].get(mode="fill", fill_value=0),
+        parents=of_rows(chains.contents[:, group]),
         identities=identities,
-        priorities=chains.priorities.at[row].get(mode="fill", fill_value=0),
+        priorities=of_rows(chains.priorities),
         plain_keys=plain_keys,
     )
 
