@@ -44,7 +44,14 @@ MEMORIES = {
     "forks_cache": Paged(rows=4, max_len=MAX_LEN, block_size=4, num_blocks=22, cache=PrefixCache(), forks=True),
     "forks_merge": Paged(rows=4, max_len=MAX_LEN, block_size=2, num_blocks=42, cache=MERGE, forks=True),
 }
-FORKING = [name for name in MEMORIES if name.startswith("forks")]
+
+
+def some_slow(names, quick):
+    """All names; those that are not among the quick ones are left out where slow tests are."""
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+FORKING = some_slow([name for name in MEMORIES if name.startswith("forks")], {"forks_merge"})
 POLICIES = {"collide": Policy(victim="least_work"), "lookahead": Policy(overtake=True)}
 POLICIES |= {"swap": Policy(preemption="swap"), "swap_cache": Policy(preemption="swap", victim="least_work")}
 
@@ -112,7 +119,7 @@ def drawn(requests, request):
     return choose
 
 
-@pytest.mark.parametrize("name", MEMORIES)
+@pytest.mark.parametrize("name", some_slow(MEMORIES, {"schedule_keep", "compute_merge_lfu", "swap_cache"}))
 def test_shared_prefixes_change_no_token(name):
     requests = workload()
     state, records = serve(name, requests)
