@@ -4,6 +4,9 @@ memory = make_memory(MemoryConfig(kind="paged"), shape, budget_bytes, rows=32, m
 engine = Engine(memory, decode, token_budget=128)
 state = init_engine(engine, requests, cache)
 state, records = run_steps(engine, params, requests, state, num_steps=64)
+
+`decode` is a model's forward pass (`models/decoder.py` has one), `requests` come from `make_requests`, `cache` from
+`init_kv_cache`. The README shows a memory by itself.
 """
 
 from paxkv.block_pool import BlockPool
@@ -13,13 +16,15 @@ from paxkv.config import MemoryConfig, make_memory
 from paxkv.contiguous import VAttention, VAttentionState
 from paxkv.cost_model import StepCost
 from paxkv.engine import Decode, Engine, EngineState, StepRecord, all_ended, init_engine, output_tokens, run_steps
+from paxkv.events import events_between, read_events
 from paxkv.kv_cache import Attend, KVCache, init_kv_cache
-from paxkv.memory import Ask, Content, KVMemory, MapCalls, Usage
+from paxkv.memory import Ask, Content, KVMemory, MapCalls, Usage, content
 from paxkv.model_shapes import KVShape, model_shape
 from paxkv.outcomes import Faults, MemoryFaultError, Outcome, raise_on_fault
 from paxkv.page_groups import PageGroups
 from paxkv.paged import Paged
 from paxkv.paged_state import PagedState
+from paxkv.pool_metrics import pool_metrics
 from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import Progress, Reason, Requests, Status, make_requests
 from paxkv.reserved import Reserved, ReservedState
@@ -66,6 +71,8 @@ __all__ = [
     "VAttentionState",
     "all_ended",
     "commit",
+    "content",
+    "events_between",
     "init_engine",
     "init_kv_cache",
     "init_scheduler",
@@ -77,7 +84,9 @@ __all__ = [
     "parse_fraction",
     "parse_size",
     "plan_blocks",
+    "pool_metrics",
     "raise_on_fault",
+    "read_events",
     "require_invariants",
     "run_steps",
     "schedule",

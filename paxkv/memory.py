@@ -257,7 +257,7 @@ class KVMemory(Protocol[State]):
         ...
 
     def release(self, state: State, rows: Bool[Array, " rows"]) -> State:
-        """Takes back everything that the masked sequences hold."""
+        """Takes back everything that the masked sequences hold. A masked row without one is a `DOUBLE_FREE` fault."""
         ...
 
     def background(self, state: State) -> State:

@@ -62,8 +62,8 @@ def raise_on_fault(faults: Faults, owner: str = "") -> None:
     names = ", ".join(o.name for o in Outcome if word & (1 << o))
     whose = f" (held by {owner})" if owner else ""
     raise MemoryFaultError(
-        f"the KV memory recorded {names}, first at row {int(faults.row)}{whose}; the faulty transitions were "
-        "refused and changed nothing, but the caller's bookkeeping no longer matches the memory's"
+        f"the KV memory recorded {names}, first at row {int(faults.row)}{whose}; what was faulty was "
+        "refused and the memory is as sound as before, but the caller's bookkeeping no longer matches it"
     )
 
 

@@ -24,16 +24,19 @@ class PoolMetrics:
     held: jax.Array  # somebody refers to them
     cached: jax.Array  # hold a content
     cached_free: jax.Array  # hold a content that nobody uses now: the cache, which makes way when memory is short
-    shared: jax.Array  # held by more than one
+    shared: jax.Array  # held by more than one row or pin
     pinned: jax.Array  # kept by a pin
     saved: jax.Array  # references beyond each block's first: blocks that would be held more if nothing were shared
 
 
 @jax.jit
 def pool_metrics(state: PagedState) -> PoolMetrics:
-    """Counts the blocks of a pool by what they are used for. Pins count as references."""
+    """Counts the blocks of a pool by what they are used for. Pins count as references, pending copies do not."""
     references = state.pool.ref_counts
     held, cached = references > 0, _cached(state)
+    if state.copies is not None:
+        ends = jnp.concatenate([state.copies.sources, state.copies.destinations])
+        references = references.at[ends].add(-1, mode="drop")
     pinned = jnp.zeros_like(held) if state.pins is None else state.pins > 0
     return PoolMetrics(
         free=_count(~held),
@@ -42,7 +45,7 @@ def pool_metrics(state: PagedState) -> PoolMetrics:
         cached_free=_count(cached & ~held),
         shared=_count(references > 1),
         pinned=_count(pinned),
-        saved=jnp.sum(references) - _count(held),
+        saved=jnp.sum(jnp.maximum(references - 1, 0)),
     )
 
 

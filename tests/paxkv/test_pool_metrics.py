@@ -1,5 +1,6 @@
 import collections
 import dataclasses
+import functools
 import itertools
 import random
 
@@ -10,6 +11,8 @@ import pytest
 
 from paxkv.block_pool import give_back, init_block_pool, retain
 from paxkv.block_tables import BlockTable
+from paxkv.lifecycle import end_copies
+from paxkv.memory import Ask
 from paxkv.paged import Paged
 from paxkv.pool_metrics import (
     init_lifetimes,
@@ -48,6 +51,19 @@ def with_tables(*rows, memory=PLAIN, first=0):
     ids = [[*row, *[memory.num_blocks] * (width - len(row))] for row in rows]
     table = BlockTable(ints(*ids), jnp.full(len(rows), first, jnp.int32), ints(*map(len, rows)))
     return dataclasses.replace(memory.init(), tables=(table,))
+
+
+def test_the_ends_of_a_pending_copy_are_shared_with_nobody():
+    memory = dataclasses.replace(PLAIN, forks=True)
+    state, *_ = jax.jit(memory.admit)(memory.init(), Ask(*ints(6, 6, 6)))
+    append = jax.jit(memory.append, static_argnums=2)
+    state, _ = append(state, ints(6, 0, 0), 6)
+    state, *_ = jax.jit(memory.fork)(state, jnp.int32(0), jnp.int32(6), jnp.int32(7))
+    state, _ = append(state, ints(0, 1, 0), 6)
+    assert state.tables[0].ids[:2, :2].tolist() == [[0, 1], [0, 2]]
+    for now in (state, jax.jit(functools.partial(end_copies, memory))(state)):
+        found = pool_metrics(now)
+        assert (int(found.held), int(found.shared), int(found.saved)) == (3, 1, 1)
 
 
 def test_blocks_are_counted_by_what_they_are_used_for():
