@@ -22,6 +22,8 @@ from paxkv.config import MemoryConfig
 from paxkv.cost_model import StepCost
 from paxkv.scheduler_state import Policy
 
+pytestmark = pytest.mark.slow
+
 MODEL = DecoderConfig(vocab=256, width=16, layers=1, q_heads=2, kv_heads=1, head_dim=8, ffn=16, max_len=64)
 PAGED = MemoryConfig(kind="paged", block_size=4)
 MEMORIES = {

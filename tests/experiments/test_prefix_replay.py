@@ -12,6 +12,8 @@ from paxkv.cache_stats import MISS_REASONS
 from paxkv.paged import Paged
 from paxkv.prefix_cache import PrefixCache
 
+pytestmark = pytest.mark.slow
+
 CHATS = synthetic_prompts(
     SyntheticPrompts(
         conversations=14,

@@ -82,6 +82,7 @@ def test_blocks_of_no_use_hold_nothing_and_tokens_stay_the_same(on_free, preempt
         assert np.asarray(state.host_cache.k[0]).any()
 
 
+@pytest.mark.slow
 def test_who_aborts_a_beam_aborts_its_search_and_no_token_of_another():
     memory = Paged(rows=4, max_len=MAX_LEN, block_size=4, num_blocks=20, forks=True)
     lengths, arrival_ms = np.array([1, 9]), np.array([0, 0.01])
@@ -125,6 +126,7 @@ def test_a_prefix_cache_serves_requests_that_are_shorter_than_a_block(publish):
     assert jax.tree.map(jnp.shape, traced) == jax.tree.map(jnp.shape, state)
 
 
+@pytest.mark.slow
 def test_a_request_can_be_aborted_wherever_it_stands():
     """Before every step of a run, one run each, all are aborted that are in one of the states."""
     requests = workload()

@@ -119,7 +119,7 @@ def drawn(requests, request):
     return choose
 
 
-@pytest.mark.parametrize("name", some_slow(MEMORIES, {"schedule_keep", "compute_merge_lfu", "swap_cache"}))
+@pytest.mark.parametrize("name", some_slow(MEMORIES, {"swap_cache"}))
 def test_shared_prefixes_change_no_token(name):
     requests = workload()
     state, records = serve(name, requests)
@@ -202,6 +202,7 @@ def test_more_samples_than_rows_are_refused():
     assert set(np.asarray(state.scheduler.progress.reason)) == {Reason.REFUSED_NEVER_FITS}
 
 
+@pytest.mark.slow
 def test_samples_without_forks_are_requests_like_others():
     requests = workload(count=3, samples=2)
     state, _ = serve("schedule_keep", requests)

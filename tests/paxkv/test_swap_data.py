@@ -141,6 +141,7 @@ class DataServer(Server):
         np.testing.assert_array_equal(*outs)
 
 
+@pytest.mark.slow
 def test_what_is_still_cached_stays_in_place_and_what_was_evicted_comes_back_from_the_host():
     server = DataServer(DATA)
     server.begin(list(range(10)))  # two blocks that are cached, and two tokens in a third
