@@ -43,7 +43,7 @@ def environment(target: str) -> dict[str, str]:
     return {"XLA_FLAGS": "--xla_dump_to={dump_dir} --xla_dump_emitter_re=.*"}
 
 
-def topology_devices(topology: Topology) -> list[jax.Device]:
+def topology_devices(topology: Topology) -> Sequence[jax.Device]:
     """The devices of a topology, to be used in shardings; nothing can run on them.
 
     Raises:
@@ -122,7 +122,7 @@ def measure(
 
 def program_metrics(compiled: jax.stages.Compiled) -> dict[str, int]:
     """Memory of a compiled program on each device, and how many collectives it has."""
-    memory = compiled.memory_analysis()
+    memory: Any = compiled.memory_analysis()
     hlo = compiled.as_text() or ""
     collectives = sum(len(re.findall(rf"= \S+ {name}(?:-start)?\(", hlo)) for name in COLLECTIVES)
     return {
@@ -146,11 +146,13 @@ def resident_warps(registers: int, warps: int, shared_memory_bytes: int, target:
 
 def _kernels(dump_dir: pathlib.Path, target: Target) -> dict[str, dict[str, Any]]:
     """The Pallas kernels of the compiled program by name."""
+    # Triton leaves a listing of each kernel that it compiled; what XLA fused by itself has none.
+    names = {path.name.split(".")[-3] for path in dump_dir.glob("*.triton-to-llvm.txt")}
     launches: dict[str, tuple[int, int]] = {}
     for path in dump_dir.glob("*thunk_sequence.txt"):
         for line in path.read_text().splitlines():
-            found = re.search(r"kCustomKernel.*?(\w+) grid: .*threads: \[(\d+),.*shared_memory: (\d+) bytes", line)
-            if found:
+            found = re.search(r" (\w+) grid: .*threads: \[(\d+),.*shared_memory: (\d+) bytes", line)
+            if found and found[1] in names:
                 launches[found[1]] = int(found[2]) // WARP_THREADS, int(found[3])
     kernels = {}
     for path in sorted(dump_dir.glob("*.ptx")):

@@ -1,5 +1,6 @@
 """Signature, checks and choice of backend of attention over contiguous ranges."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -8,10 +9,14 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels._contract import legal_in_ranges, settle
 from pallas_kernels._ragged import CACHED, check_array, check_options, check_ragged, require
-from pallas_kernels.contiguous_attention import reference
+from pallas_kernels.contiguous_attention import reference, triton
 from pallas_kernels.dispatch import dispatch
 
-BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {"xla": reference.contiguous_attention}
+BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
+    "triton": triton.contiguous_attention,
+    "triton_interpret": functools.partial(triton.contiguous_attention, interpret=True),
+    "xla": reference.contiguous_attention,
+}
 
 
 def contiguous_attention(

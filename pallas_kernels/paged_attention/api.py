@@ -1,5 +1,6 @@
 """Signature, checks and choice of backend of paged attention."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,9 +10,13 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 from pallas_kernels._contract import legal_in_blocks, settle
 from pallas_kernels._ragged import CACHED, MAX_INT32, check_array, check_options, check_ragged, require
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention import reference, triton
 
-BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {"xla": reference.paged_attention}
+BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
+    "triton": triton.paged_attention,
+    "triton_interpret": functools.partial(triton.paged_attention, interpret=True),
+    "xla": reference.paged_attention,
+}
 
 
 def paged_attention(

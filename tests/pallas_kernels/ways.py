@@ -46,7 +46,7 @@ class Way:
             faulthandler.cancel_dump_traceback_later()
 
 
-WAYS: tuple[Way, ...] = (Way("xla"),)
+WAYS: tuple[Way, ...] = (Way("xla"), Way("triton_interpret"))
 
 
 def ways(backends: Mapping[str, Callable], case: AttentionCase | None = None) -> list:
