@@ -113,7 +113,7 @@ def _legal(
     q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
     right = (kv_lens >= q_lens) & (kv_lens <= room) & (q_lens <= max_q_len)
     token_ids = jnp.arange(tokens, dtype=jnp.int32)
-    seq_ids = jnp.searchsorted(cu_q_lens[1:], token_ids, side="right").astype(jnp.int32)
+    seq_ids = jnp.searchsorted(cu_q_lens[1:], token_ids, side="right", method="scan_unrolled").astype(jnp.int32)
     owned = seq_ids < kv_lens.shape[0]
     seq_ids = jnp.where(owned, seq_ids, 0)
     stores_nothing = (kv_lens == 0)[seq_ids]

@@ -137,7 +137,7 @@ def cut_queries(
     tiles_per_seq = (q_lens + q_tile - 1) // q_tile
     tile_ends = jnp.cumsum(tiles_per_seq)
     tile_ids = jnp.arange(max_tiles, dtype=jnp.int32)
-    seq_ids = jnp.searchsorted(tile_ends, tile_ids, side="right").astype(jnp.int32)
+    seq_ids = jnp.searchsorted(tile_ends, tile_ids, side="right", method="scan_unrolled").astype(jnp.int32)
     seq_ids = jnp.minimum(seq_ids, q_lens.shape[0] - 1)
     skipped = (tile_ids - (tile_ends - tiles_per_seq)[seq_ids]) * q_tile
     num_queries = jnp.where(tile_ids < tile_ends[-1], jnp.minimum(q_lens[seq_ids] - skipped, q_tile), 0)

@@ -277,4 +277,55 @@ _HEADS: tuple[AttentionCase, ...] = tuple(
         (128, 2, 12, "float32"),
     )
 )
-CASES: tuple[AttentionCase, ...] = _SIZES + _OPTIONS + _QUANTISED + _HEADS
+# Compiled for devices that are not there: Llama-3-8B's heads at a context of 4,096, 64 sequences that decode or
+# 4 of which 2,048 tokens are computed, then other head sizes and options. Keys are read by all devices alike.
+_ACCELERATORS: tuple[Platform, ...] = ("gpu", "tpu")
+_OFFLINE_DECODE = AttentionCase(
+    name="d128_kv8_g4_b16_bf16",
+    q_heads=32,
+    kv_heads=8,
+    head_dim=128,
+    block_size=16,
+    blocks_per_seq=256,
+    tokens=64,
+    seqs=64,
+    max_q_len=1,
+    q_dtype="bfloat16",
+    kv_dtype="bfloat16",
+    offline=True,
+    platforms=_ACCELERATORS,
+)
+_OFFLINE_PREFILL = dataclasses.replace(_OFFLINE_DECODE, tokens=2048, seqs=4, max_q_len=2048)
+
+
+def _offline(case: AttentionCase, options: str = "", **changes: Any) -> AttentionCase:
+    """A case of the same context, named after its sizes and `options`."""
+    case = dataclasses.replace(case, **changes)
+    names = {"bfloat16": "bf16", "float8_e4m3fn": "fp8", "int8": "int8"}
+    parts = [f"d{case.head_dim}", f"kv{case.kv_heads}", f"g{case.q_heads // case.kv_heads}", f"b{case.block_size}"]
+    parts += [names[case.kv_dtype], *([options] if options else [])]
+    return dataclasses.replace(case, name="_".join(parts), blocks_per_seq=-(-4096 // case.block_size))
+
+
+_OFFLINE: tuple[AttentionCase, ...] = (
+    *(
+        _offline(_OFFLINE_DECODE, block_size=block_size, kv_dtype=kv_dtype)
+        for block_size in (16, 32, 128)
+        for kv_dtype in ("bfloat16", "float8_e4m3fn")
+    ),
+    _offline(_OFFLINE_DECODE, block_size=8),
+    _offline(_OFFLINE_DECODE, block_size=1, platforms=("gpu",)),
+    _offline(_OFFLINE_DECODE, block_size=24, platforms=("gpu",)),
+    *(_offline(_OFFLINE_DECODE, head_dim=head_dim) for head_dim in (64, 80, 96, 192, 256)),
+    *(_offline(_OFFLINE_DECODE, head_dim=head_dim, kv_dtype="float8_e4m3fn") for head_dim in (64, 256)),
+    _offline(_OFFLINE_DECODE, "token", kv_dtype="int8", scales="token"),
+    _offline(_OFFLINE_DECODE, "head_new", kv_dtype="float8_e4m3fn", scales="head", reads_new=True),
+    _offline(_OFFLINE_DECODE, "w128_sinks", q_heads=64, head_dim=64, window=128, sinks=True),
+    _offline(_OFFLINE_DECODE, "cap50_lse", q_heads=8, kv_heads=4, head_dim=256, soft_cap=50.0, return_lse=True),
+    _offline(_OFFLINE_DECODE, q_heads=28, kv_heads=4),
+    *(_offline(_OFFLINE_PREFILL, kv_dtype=kv_dtype) for kv_dtype in ("bfloat16", "float8_e4m3fn")),
+    *(_offline(_OFFLINE_PREFILL, head_dim=head_dim) for head_dim in (64, 256)),
+    _offline(_OFFLINE_PREFILL, "w128_sinks", q_heads=64, head_dim=64, window=128, sinks=True),
+    _offline(_OFFLINE_PREFILL, "head_new", kv_dtype="float8_e4m3fn", scales="head", reads_new=True),
+)
+CASES: tuple[AttentionCase, ...] = _SIZES + _OPTIONS + _QUANTISED + _HEADS + _OFFLINE

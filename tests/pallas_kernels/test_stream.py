@@ -60,7 +60,7 @@ def test_a_donated_cache_is_written_and_read_without_a_copy_of_it_or_of_the_tabl
     heads = (kv_heads, head_dim)
 
     def step(k, v, k_new, v_new, slots, q, block_tables, kv_lens, cu_q_lens):
-        k, v = kv_write(k, v, k_new, v_new, slots)
+        k, v, *_ = kv_write(k, v, k_new, v_new, slots)
         blocks = (pool.reshape(-1, block_size, *heads) for pool in (k, v))
         return k, v, paged_attention(q, *blocks, block_tables, kv_lens, cu_q_lens, max_q_len=1)
 
