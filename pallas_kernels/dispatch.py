@@ -12,6 +12,11 @@ R = TypeVar("R")
 _PREFERRED: Mapping[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("xla",)}
 
 
+def preferred(backends: Mapping[str, Callable[..., object]]) -> list[str]:
+    """The names of an operation's backends that are tried in turn on this platform if the caller names none."""
+    return [name for name in _PREFERRED.get(jax.default_backend(), ("xla",)) if name in backends]
+
+
 def dispatch(
     op: str,
     backends: Mapping[str, Callable[P, R]],
@@ -41,7 +46,7 @@ def dispatch(
       ValueError: `backend` is an empty list, or the only backend asked refuses the call.
     """
     if backend is None:
-        backend = [name for name in _PREFERRED.get(jax.default_backend(), ("xla",)) if name in backends]
+        backend = preferred(backends)
     names = [backend] if isinstance(backend, str) else list(backend)
     if not names:
         raise ValueError(f"{op}: backend must be None, a name or a non-empty list of names of {list(backends)}")
