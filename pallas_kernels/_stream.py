@@ -9,7 +9,6 @@ arXiv 1805.02867), so no more than a few tiles of keys exist at once whatever th
 as the lengths and the window of the batch ask, not as often as its capacity would allow.
 """
 
-import dataclasses
 import typing
 from collections.abc import Callable
 
@@ -17,11 +16,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
+from pallas_kernels._query_tiles import QueryTiles, cut_queries
+
 # Measured on two CPU cores, batches of 16 to 128 tokens at contexts of 500 to 2,048: positions per step of the
 # softmax, queries per tile of a prefill chunk, and tiles that take their steps together. A decode row gets a tile
 # of one query, as it would waste the rest of a larger one (a batch of 30 rows and a chunk of 98 tokens: 30 ms
 # against 46 ms with one tile size of 8).
 KV_TILE = 128
+LONG_KV_TILE = 1024
 PREFILL_TILE = 16
 PREFILL_TILES_AT_ONCE = 2
 DECODE_TILES_AT_ONCE = 4
@@ -45,21 +47,12 @@ class Source(typing.NamedTuple):
     k_scale: Float32[Array, "..."] | None  # [], [kv_heads] or [slots, kv_heads]
     v_scale: Float32[Array, "..."] | None
     slots_of: SlotsOf
+    kv_tiles: tuple[int, ...]  # positions that a step takes, the longest first
 
 
-@typing.no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class QueryTiles:
-    """Runs of at most `q_tile` consecutive queries of one sequence; a tile that does not exist has no queries."""
-
-    seq_ids: jax.Array  # i32[tiles]
-    first_tokens: jax.Array  # i32[tiles]; row of q that holds the tile's first query
-    first_positions: jax.Array  # i32[tiles]; position of that query in its sequence
-    num_queries: jax.Array  # i32[tiles]
-    num_stored: jax.Array  # i32[tiles]; positions of the sequence that come before this call's
-    kv_starts: jax.Array  # i32[tiles]; first position that the tile sees
-    kv_ends: jax.Array  # i32[tiles]; one past the last, 0 where the tile does not exist
+def stored_tiles(capacity: int) -> tuple[int, ...]:
+    """Positions per step for a cache in which a sequence can have `capacity` of them."""
+    return (LONG_KV_TILE, KV_TILE) if capacity >= LONG_KV_TILE else (KV_TILE,)
 
 
 def stream_attention(
@@ -102,7 +95,13 @@ def stream_attention(
     sources = [stored]
     if k_new is not None and v_new is not None:
         first_rows = cu_q_lens[:-1] - (kv_lens - q_lens)
-        sources.append(Source(k_new, v_new, None, None, lambda seq_ids, p: first_rows[seq_ids][:, None] + p))
+
+        def row_of(
+            seq_ids: Int32[Array, " tiles"], positions: Int32[Array, "tiles kv_tile"]
+        ) -> Int32[Array, "tiles kv_tile"]:
+            return first_rows[seq_ids][:, None] + positions
+
+        sources.append(Source(k_new, v_new, None, None, row_of, (min(KV_TILE, max_q_len),)))
     sink = jnp.full(q_heads, -jnp.inf, jnp.float32) if sinks is None else sinks
 
     def attend(
@@ -122,41 +121,6 @@ def stream_attention(
         results = attend(results, q_lens - singles, q_tile, max_tiles, PREFILL_TILES_AT_ONCE)
     out, lse = results
     return out.astype(q.dtype), lse if return_lse else None
-
-
-def cut_queries(
-    q_lens: Int32[Array, " seqs"],
-    kv_lens: Int32[Array, " seqs"],
-    cu_q_lens: Int32[Array, " seqs+1"],
-    *,
-    window: int | None,
-    q_tile: int,
-    max_tiles: int,
-) -> QueryTiles:
-    """Cuts `q_lens` queries of each sequence into tiles, those that see the most positions first."""
-    tiles_per_seq = (q_lens + q_tile - 1) // q_tile
-    tile_ends = jnp.cumsum(tiles_per_seq)
-    tile_ids = jnp.arange(max_tiles, dtype=jnp.int32)
-    seq_ids = jnp.searchsorted(tile_ends, tile_ids, side="right", method="scan_unrolled").astype(jnp.int32)
-    seq_ids = jnp.minimum(seq_ids, q_lens.shape[0] - 1)
-    skipped = (tile_ids - (tile_ends - tiles_per_seq)[seq_ids]) * q_tile
-    num_queries = jnp.where(tile_ids < tile_ends[-1], jnp.minimum(q_lens[seq_ids] - skipped, q_tile), 0)
-    num_stored = (kv_lens - q_lens)[seq_ids]
-    first_positions = num_stored + skipped
-    kv_starts = jnp.zeros_like(skipped) if window is None else jnp.maximum(first_positions - (window - 1), 0)
-    exists = num_queries > 0
-    tiles = QueryTiles(
-        seq_ids=seq_ids,
-        first_tokens=cu_q_lens[seq_ids] + skipped,
-        first_positions=first_positions,
-        num_queries=num_queries,
-        num_stored=num_stored,
-        kv_starts=jnp.where(exists, kv_starts, 0),
-        kv_ends=jnp.where(exists, first_positions + num_queries, 0),
-    )
-    # Tiles of like length go together, so none waits long for another, and those that do not exist come last.
-    order = jnp.argsort(tiles.kv_ends - tiles.kv_starts, descending=True)
-    return jax.tree.map(lambda field: field[order], tiles)
 
 
 def visible_keys(
@@ -259,20 +223,21 @@ def _attend(
         queries = by_kv_head(q.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32) * scale)
         query_positions = jnp.repeat(some.first_positions[:, None] + offsets, group, axis=1)
 
-        def over(source: Source, starts: Array, ends: Array, state: Softmax) -> Softmax:
+        def over(source: Source, kv_tile: int, starts: Array, ends: Array, state: Softmax) -> Softmax:
             def step(j: Int32[Array, ""], state: Softmax) -> Softmax:
                 # Seen as changing with j, the pools stay as they are. XLA on a CPU would otherwise gather bfloat16 from
                 # a float32 copy of the whole pool, made ahead of the loop.
                 (k, v, k_scale, v_scale), j = jax.lax.optimization_barrier((source[:4], j))
-                positions = starts[:, None] + j * KV_TILE + jnp.arange(KV_TILE, dtype=jnp.int32)[None]
+                positions = starts[:, None] + j * kv_tile + jnp.arange(kv_tile, dtype=jnp.int32)[None]
                 used = positions < ends[:, None]
                 slots = source.slots_of(some.seq_ids, positions)
-                keys, values = load_tile(Source(k, v, k_scale, v_scale, source.slots_of), slots, used)
+                now = source._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+                keys, values = load_tile(now, slots, used)
                 scores = jnp.einsum("chqd,chtd->chqt", queries, keys, precision=jax.lax.Precision.HIGHEST)
                 visible = visible_keys(query_positions, positions, window) & used[:, None, None]
                 return accumulate(state, jnp.where(visible, cap(scores, soft_cap), LOWEST), values)
 
-            steps = (jnp.max(ends - starts) + KV_TILE - 1) // KV_TILE
+            steps = (jnp.max(ends - starts) + kv_tile - 1) // kv_tile
             return jax.lax.fori_loop(0, steps, step, state)
 
         split = some.kv_ends if len(sources) == 1 else some.num_stored
@@ -280,7 +245,14 @@ def _attend(
         ends = (jnp.minimum(split, some.kv_ends), some.kv_ends)
         state = begin(sinks, head_dim)
         for source, start, end in zip(sources, starts, ends, strict=False):
-            state = over(source, start, end, state)
+            for kv_tile in source.kv_tiles:
+                # Whole tiles of each sequence by itself, so that its sums do not depend on its company; the last size
+                # takes what is left.
+                stop = (
+                    end if kv_tile == source.kv_tiles[-1] else start + jnp.maximum(end - start, 0) // kv_tile * kv_tile
+                )
+                state = over(source, kv_tile, start, stop, state)
+                start = stop
         maximum, denominator, weighted = state
         # A query sees at least itself, so only rows that are dropped here can divide by 0.
         found = (weighted / denominator[..., None], maximum + jnp.log(denominator))

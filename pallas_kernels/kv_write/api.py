@@ -104,8 +104,9 @@ def kv_write(
     pools = (k_pool, v_pool) + ((k_scale, v_scale) if shapes[0] and len(shapes[0]) == 2 else ())
     rows, places, clipped, dropped = _prepare(k_pool, v_pool, k_new, v_new, slots, k_scale, v_scale)
     stored = dispatch("kv_write", BACKENDS, backend, pools, rows, places)
-    k, v, k_scale, v_scale = (*stored, k_scale, v_scale)[:4]
-    return Written(k, v, k_scale, v_scale, clipped, dropped)
+    if len(stored) == 4:
+        k_scale, v_scale = stored[2:]
+    return Written(stored[0], stored[1], k_scale, v_scale, clipped, dropped)
 
 
 @jax.jit

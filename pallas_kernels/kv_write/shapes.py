@@ -48,18 +48,24 @@ _PLAIN: tuple[WriteCase, ...] = tuple(
         ("int8", "int8"),
     )
 )
+_BY_SCALES: tuple[tuple[str, str, Scales], ...] = (
+    ("float8_e4m3fn", "float32", "layer"),
+    ("float8_e4m3fn", "bfloat16", "head"),
+    ("float8_e4m3fn", "float32", "token"),
+    ("float8_e5m2", "float32", "layer"),
+    ("float8_e5m2", "float16", "token"),
+    ("int8", "float32", "head"),
+    ("int8", "bfloat16", "token"),
+    ("bfloat16", "float32", "head"),
+)
 _QUANTISED: tuple[WriteCase, ...] = tuple(
     WriteCase(f"d32_kv2_{pool}_from_{new}_by_{scales}", 96, 24, 2, 32, pool, new, scales)
-    for pool, new, scales in (
-        ("float8_e4m3fn", "float32", "layer"),
-        ("float8_e4m3fn", "bfloat16", "head"),
-        ("float8_e4m3fn", "float32", "token"),
-        ("float8_e5m2", "float32", "layer"),
-        ("float8_e5m2", "float16", "token"),
-        ("int8", "float32", "head"),
-        ("int8", "bfloat16", "token"),
-        ("bfloat16", "float32", "head"),
-    )
+    for pool, new, scales in _BY_SCALES
+)
+_SERVED: tuple[tuple[str, str, Scales], ...] = (
+    ("bf16", "bfloat16", "none"),
+    ("fp8", "float8_e4m3fn", "head"),
+    ("int8_token", "int8", "token"),
 )
 _OFFLINE: tuple[WriteCase, ...] = tuple(
     WriteCase(
@@ -74,10 +80,6 @@ _OFFLINE: tuple[WriteCase, ...] = tuple(
         offline=True,
         platforms=("gpu", "tpu"),
     )
-    for suffix, pool, scales in (
-        ("bf16", "bfloat16", "none"),
-        ("fp8", "float8_e4m3fn", "head"),
-        ("int8_token", "int8", "token"),
-    )
+    for suffix, pool, scales in _SERVED
 )
 CASES: tuple[WriteCase, ...] = _PLAIN + _QUANTISED + _OFFLINE

@@ -1,6 +1,7 @@
 """What attention makes of lengths and places that cannot be right, and what its output does not depend on."""
 
 import copy
+import dataclasses
 
 import chex
 import jax
@@ -90,6 +91,18 @@ def test_sequences_may_share_blocks(way):
     problem.block_tables[1] = problem.block_tables[0]  # the second one is a prefix of the first
     problem.keys[1], problem.values[1] = problem.keys[0][:70], problem.values[0][:70]
     assert_matches(jnp.asarray(paged(way, problem)), problem.expected())
+
+
+@paged_ways
+def test_block_ids_may_pass_65535(way):
+    case = dataclasses.replace(CASE["decode_d32_kv4_g1_b1_f32"], head_dim=8)
+    near = make_problem(case, case.batches["any_length"], 0)
+    far, blocks = copy.copy(near), len(near.k_blocks)
+    legal = (near.block_tables >= 0) & (near.block_tables < blocks)
+    far.block_tables = np.where(legal, near.block_tables + 70_000, near.block_tables).astype(np.int32)
+    nothing = np.full((70_000, *near.k_blocks.shape[1:]), np.nan, np.float32)
+    far.k_blocks, far.v_blocks = (np.concatenate([nothing, pool]) for pool in (near.k_blocks, near.v_blocks))
+    np.testing.assert_array_equal(paged(way, far), paged(way, near))
 
 
 @paged_ways

@@ -34,7 +34,7 @@ def test_work_follows_the_lengths_and_the_window_and_not_the_capacity(window, q_
     def attend_all(kv_lens, cu_q_lens):
         return _stream.stream_attention(
             jnp.ones((tokens, 1, 8), jnp.float32),
-            _stream.Source(pool, pool, None, None, slots_of),
+            _stream.Source(pool, pool, None, None, slots_of, (tile,)),
             kv_lens,
             cu_q_lens,
             k_new=None,
@@ -56,7 +56,7 @@ def test_work_follows_the_lengths_and_the_window_and_not_the_capacity(window, q_
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_donated_cache_is_written_and_read_without_a_copy_of_it_or_of_the_table(dtype):
-    seqs, blocks_per_seq, block_size, kv_heads, head_dim = 8, 256, 16, 2, 32
+    seqs, blocks_per_seq, block_size, kv_heads, head_dim = 32, 256, 16, 2, 32
     heads = (kv_heads, head_dim)
 
     def step(k, v, k_new, v_new, slots, q, block_tables, kv_lens, cu_q_lens):

@@ -56,10 +56,26 @@ def ways(backends: Mapping[str, Callable], case: AttentionCase | None = None) ->
     ]
 
 
+# What interpreters are given in every test run. They take the other cases where there are minutes to spend.
+QUICK = (
+    "decode_d64_kv2_g4_b16_f32",
+    "decode_d32_kv2_g2_b16_f32_sinks_cap_5_window_60",
+    "mixed_d32_kv2_g3_b8_f32",
+    "mixed_d32_kv2_g2_b16_f32_e4m3_layer_new",
+    "mixed_d32_kv2_g2_b16_bf16_int8_token_new_window_50_cap_10_sinks",
+)
+
+
 def batches_of(backends: Mapping[str, Callable], cases: tuple[AttentionCase, ...]) -> list:
     """Test parameters (way, case, batch): every batch of every case, in every way that can do it."""
     return [
-        pytest.param(*way.values, case, batch, id=f"{case.name}-{batch}-{way.id}")
+        pytest.param(
+            *way.values,
+            case,
+            batch,
+            id=f"{case.name}-{batch}-{way.id}",
+            marks=() if way.id == "xla" or case.name in QUICK else pytest.mark.slow,
+        )
         for case in cases
         for way in ways(backends, case)
         for batch in case.batches
