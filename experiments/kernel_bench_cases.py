@@ -82,9 +82,9 @@ class Call:
 def calls(
     work: Work, seed: int, block_sizes: tuple[int, ...], tables: tuple[Tables, ...], backend: str | None
 ) -> Iterator[Call]:
-    """The calls of a work: contiguous first, then paged by block size and table, then jax's own where they run.
+    """The calls of a work: contiguous first, then paged by block size and table, jax's own beside ours where it runs.
 
-    The memory of a call is made when it is asked for, and may be given up before the next one.
+    Every call has its own memory, so that none finds what another has brought into a cache.
     """
     rng = np.random.default_rng(seed)
     shape = (work.seqs * work.context, work.kv_heads, work.head_dim)
