@@ -25,7 +25,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
-from jaxtyping import Array, Float, Float32, Int32
+from jaxtyping import Array, Float, Float32, Int32, Num
 
 LANES = 128
 SUBLANES = 8
@@ -50,12 +50,14 @@ class Sizes:
     """
 
     fetch_bytes: int = 8 * MIB
-    logits: int = 512 * 1024
-    most_columns: int = 16 * 1024
+    logits: int = 1024 * 1024
+    most_columns: int = 32 * 1024
     q_tile: int = 128
 
 
 SIZES = Sizes()
+# For interpreters: a sequence of a few hundred slots takes several fetches, and each of them several steps.
+SMALL_SIZES = Sizes(fetch_bytes=MIB // 4, logits=2048, q_tile=8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,8 +187,8 @@ def attend_tiles(
     plan: Plan,
     q: Float[Array, "tiles head_sets rows head_dim"],
     factor: Float32[Array, "head_sets rows lanes"],
-    k: Float[Array, "blocks block_rows head_dim"],
-    v: Float[Array, "blocks block_rows head_dim"],
+    k: Num[Array, "blocks block_rows head_dim"],
+    v: Num[Array, "blocks block_rows head_dim"],
     table: Int32[Array, " entries"],
     tiles: Tiles,
     slot_scales: tuple[Float32[Array, "tiles fetches steps head_sets columns"], ...],
@@ -270,36 +272,49 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
     low, end = lows[tile], ends[tile]
     group_slots = plan.group * plan.block_size
 
-    def for_blocks(t, fetch, whole_group, block):
-        """All groups of a fetch, then what is left of it block by block: none that is not the sequence's own."""
-        left = jnp.minimum(ends[t] - fetch * plan.fetch_slots, plan.fetch_slots)
-        blocks = lax.div(left + (plan.block_size - 1), jnp.int32(plan.block_size))
-        groups = lax.div(blocks, jnp.int32(plan.group))
-        rest = groups * plan.group
-        lax.fori_loop(0, groups, lambda i, _: whole_group(i), None)
-        lax.fori_loop(0, blocks - rest, lambda i, _: block(groups, i), None)
+    def blocks_of(t, fetch):
+        """Blocks of a fetch, none that is not the sequence's own."""
+        slots = jnp.minimum(ends[t] - fetch * plan.fetch_slots, plan.fetch_slots)
+        return lax.div(slots + (plan.block_size - 1), jnp.int32(plan.block_size))
 
-    def start(t, fetch, side):
-        first = first_blocks[t] + fetch * (plan.steps * plan.step_groups * plan.group)
+    def for_blocks(blocks, first_group, whole_group, block):
+        """Whole groups of a fetch from `first_group` on, then what is left of it block by block."""
+        groups = jnp.maximum(lax.div(blocks, jnp.int32(plan.group)), first_group)
+        lax.fori_loop(first_group, groups, lambda i, _: whole_group(i), None)
+        lax.fori_loop(0, blocks - groups * plan.group, lambda i, _: block(groups, i), None)
 
-        def some(group, in_group, count):
-            source = first + group * plan.group + in_group
+    def first_of(t, fetch):
+        return first_blocks[t] + fetch * (plan.steps * plan.step_groups * plan.group)
+
+    def fetch_listed(first, side, group, in_group, count):
+        block_ids = [table[first + group * plan.group + in_group + i] for i in range(count)]
+        for j, block_id in enumerate(block_ids):
             for i, (pool, buffer) in enumerate(pools):
-                to = buffer.at[side, group, pl.ds(in_group, count)]
-                pltpu.make_async_copy(pool.at[pl.ds(source, count)], to, arrived.at[side, i]).start()
+                to = buffer.at[side, group, in_group + j]
+                pltpu.make_async_copy(pool.at[block_id], to, arrived.at[side, i]).start()
 
-        def listed(group, in_group, count):
-            entry = first + group * plan.group + in_group
-            block_ids = [table[entry + i] for i in range(count)]
-            for j, block_id in enumerate(block_ids):
-                for i, (pool, buffer) in enumerate(pools):
-                    to = buffer.at[side, group, in_group + j]
-                    pltpu.make_async_copy(pool.at[block_id], to, arrived.at[side, i]).start()
+    def fetch_range(first, side, group, in_group, count):
+        blocks = pl.ds(first + group * plan.group + in_group, count)
+        for i, (pool, buffer) in enumerate(pools):
+            to = buffer.at[side, group, pl.ds(in_group, count)]
+            pltpu.make_async_copy(pool.at[blocks], to, arrived.at[side, i]).start()
 
-        fetch_blocks = listed if plan.in_table else some
-        for_blocks(t, fetch, lambda g: fetch_blocks(g, 0, plan.group), lambda g, i: fetch_blocks(g, i, 1))
+    fetch_blocks = fetch_listed if plan.in_table else fetch_range
+
+    def start(t, fetch, side, first_group):
+        """Starts a fetch but for the groups before `first_group`."""
+        some = functools.partial(fetch_blocks, first_of(t, fetch), side)
+        for_blocks(blocks_of(t, fetch), first_group, lambda g: some(g, 0, plan.group), lambda g, i: some(g, i, 1))
         for i, (scale, buffer) in enumerate(zip(slot_scales, scale_buffers, strict=True)):
             pltpu.make_async_copy(scale.at[t, fetch], buffer.at[side], arrived.at[side, 2 + i]).start()
+
+    def start_step(first, blocks, side, step):
+        """Starts a step's part of a fetch without a branch, so that it hides among the work of another step."""
+        for group in range(plan.step_groups):
+            for i in range(plan.group):
+                at = step * plan.step_groups + group
+                fetch_block = functools.partial(fetch_listed, first, side, at, i, 1)
+                pl.when(at * plan.group + i < blocks)(fetch_block)
 
     def wait(fetch, side):
         def arrive(*part):  # a wait takes as many bytes as it names, whoever sent them
@@ -308,7 +323,8 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
 
         whole = end >= (fetch + 1) * plan.fetch_slots
         pl.when(whole)(lambda: arrive(side))
-        in_part = functools.partial(for_blocks, tile, fetch, lambda g: arrive(side, g), lambda g, i: arrive(side, g, i))
+        blocks = blocks_of(tile, fetch)
+        in_part = functools.partial(for_blocks, blocks, 0, lambda g: arrive(side, g), lambda g, i: arrive(side, g, i))
         pl.when(jnp.logical_not(whole))(in_part)
         for i, buffer in enumerate(scale_buffers):
             pltpu.make_async_copy(buffer.at[side], buffer.at[side], arrived.at[side, 2 + i]).wait()
@@ -332,8 +348,8 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
         if not plan.from_start:
             pl.when((fetch == 0) & (low > 0))(lambda: clear(side, fetch, 0))
 
-    def attend(side, step, first_slot, head_set, keys, values):
-        """One step of the online softmax for one set of KV heads."""
+    def attend(side, step, first_slot, head_set, keys, values, meanwhile):
+        """One step of the online softmax for one set of KV heads; with `meanwhile` all queries see all of it."""
         precision = lax.Precision.HIGHEST if plan.dtype == "float32" else None
         row = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0)
         lane = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 1)
@@ -365,14 +381,17 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
                 part = part * slot_scale(0, i)
             if plan.soft_cap is not None:
                 part = jnp.tanh(part) * (plan.soft_cap * LOG2_E)
-            seen = lane < until - i * LANES
-            if not plan.from_start:
-                seen &= lane >= since - i * LANES
-            if not plan.apart:
-                seen &= own_head
-            part = jnp.where(seen, part, -jnp.inf)
+            seen = None if plan.apart else own_head
+            if meanwhile is None:
+                within = lane < until - i * LANES
+                if not plan.from_start:
+                    within &= lane >= since - i * LANES
+                seen = within if seen is None else seen & within
+            part = part if seen is None else jnp.where(seen, part, -jnp.inf)
             logits[:, chunk] = part
             top = jnp.maximum(top, part)
+        if meanwhile is not None:
+            meanwhile()
         top = jnp.broadcast_to(jnp.max(top, axis=1, keepdims=True), top.shape)
         rescale = jnp.exp2(before - top)
         total, weights = denominator[head_set] * rescale, []
@@ -390,27 +409,27 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
         maximum[head_set], denominator[head_set] = top, total
         weighted[head_set] = weighted[head_set] * rescale[:, :1] + added
 
-    def attend_step(side, fetch, step):
+    def attend_step(side, fetch, step, meanwhile=None):
         first_slot = fetch * plan.fetch_slots + step * plan.step_slots
         keys, values = (
             buffer[side, pl.ds(step * plan.step_groups, plan.step_groups)].reshape(-1, plan.head_dim)
             for _, buffer in pools
         )
         if not plan.apart:
-            attend(side, step, first_slot, 0, widen(keys, plan), widen(values, plan))
+            attend(side, step, first_slot, 0, widen(keys, plan), widen(values, plan), meanwhile)
             return
         stages[0][...], stages[1][...] = (widen(x, plan).astype(jnp.float32) for x in (keys, values))
 
         def one_head(head, _):
             rows = pl.ds(head, plan.step_slots, plan.kv_heads)
-            attend(side, step, first_slot, head, *(stage[rows, :].astype(plan.dtype) for stage in stages))
+            attend(side, step, first_slot, head, *(stage[rows, :].astype(plan.dtype) for stage in stages), meanwhile)
 
         lax.fori_loop(0, plan.kv_heads, one_head, None)
 
     @pl.when(tile == 0)
     def _():
         turn[0] = 0
-        pl.when(ends[0] > 0)(lambda: start(0, 0, 0))
+        pl.when(ends[0] > 0)(lambda: start(0, 0, 0, 0))
 
     maximum[...] = jnp.full(maximum.shape, LOWEST, jnp.float32)
     denominator[...] = jnp.zeros(denominator.shape, jnp.float32)
@@ -420,14 +439,27 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
     def one_fetch(fetch, _):
         side, last = turn[0], fetch + 1 == fetches
         next_tile = jnp.where(last, jnp.minimum(tile + 1, num_tiles - 1), tile)
+        next_fetch = jnp.where(last, 0, fetch + 1)
         more = jnp.logical_not(last) | ((tile + 1 < num_tiles) & (ends[next_tile] > 0))
-        pl.when(more)(lambda: start(next_tile, jnp.where(last, 0, fetch + 1), 1 - side))
-        wait(fetch, side)
-        turn[0] = 1 - side
         left = jnp.minimum(end - fetch * plan.fetch_slots, plan.fetch_slots)
         steps = lax.div(left + (plan.step_slots - 1), jnp.int32(plan.step_slots))
+        # Steps that every query of the tile sees whole need no bounds. They start the next fetch as they go.
+        seen_by_all = jnp.clip(queries[tile] + 1 - fetch * plan.fetch_slots, 0, left)
+        whole = lax.div(seen_by_all, jnp.int32(plan.step_slots)) if plan.from_start else jnp.int32(0)
+        hidden = whole if plan.in_table and not plan.apart else jnp.int32(0)
+        pl.when(more)(lambda: start(next_tile, next_fetch, 1 - side, hidden * plan.step_groups))
+        wait(fetch, side)
+        turn[0] = 1 - side
         clear_unread(side, fetch, steps)
-        lax.fori_loop(0, steps, lambda step, _: attend_step(side, fetch, step), None)
+        first, blocks = first_of(next_tile, next_fetch), jnp.where(more, blocks_of(next_tile, next_fetch), 0)
+
+        def whole_step(step, _):
+            hide = plan.in_table and not plan.apart
+            attend_step(side, fetch, step, lambda: start_step(first, blocks, 1 - side, step) if hide else None)
+
+        if plan.from_start:
+            lax.fori_loop(0, whole, whole_step, None)
+        lax.fori_loop(whole, steps, lambda step, _: attend_step(side, fetch, step), None)
 
     lax.fori_loop(0, fetches, one_fetch, None)
     total = jnp.sum(denominator[...], axis=-1, keepdims=True)

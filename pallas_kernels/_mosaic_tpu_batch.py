@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 from pallas_kernels._mosaic_tpu import (
     LANES,
     LOG2_E,
+    SUBLANES,
     UNPACK_FACTOR,
     Plan,
     Sizes,
@@ -26,6 +27,7 @@ from pallas_kernels._ragged import require
 from pallas_kernels._stream import QueryTiles, cut_queries
 
 TABLE_BYTES = 900 * 1024  # of the 1 MiB of scalar memory that a core has
+SCALE_BYTES = 2**29  # of gathered scales, those of keys and those of values each
 NEW_BLOCK = 16  # tokens of a call are attended in blocks of so many
 
 
@@ -86,7 +88,8 @@ def check(q: jax.Array, k: jax.Array, table: jax.Array | None) -> None:
     _, block_size, _, head_dim = k.shape
     for name, dtype in (("q", q.dtype), ("k", k.dtype)):
         require(dtype != jnp.float16, name, "of another dtype on a TPU, which has no float16", dtype.name)
-    require(block_size % 8 == 0, "block_size", "a multiple of 8, the rows of a TPU's tile", block_size)
+    if table is not None:
+        require(block_size % SUBLANES == 0, "block_size", "a multiple of 8, the rows of a TPU's tile", block_size)
     require(head_dim <= 256, "head_dim", "at most 256", head_dim)
     if table is not None:
         require(
@@ -140,7 +143,7 @@ def _attend_stored(
     padding = ((0, 0), (0, 0), (0, 0), (0, -head_dim % LANES))
     # Blocks as matrices of (slot, head) rows: the same bytes if head_dim is whole lanes and kv_heads a power of 2.
     pools = [jnp.pad(x, padding).reshape(blocks, block_size * kv_heads, -1) for x in (k, v)]
-    capacity = table.shape[1] * block_size if table is not None else _round_up_to_blocks(k)
+    capacity = blocks * block_size if table is None else table.shape[1] * block_size
     options = {"window": window, "soft_cap": soft_cap, "in_table": table is not None, "scaled": per_slot}
     out = jnp.zeros((tokens + 1, kv_heads, group, head_dim), jnp.float32)
     lse = jnp.full((tokens + 1, kv_heads, group), -jnp.inf, jnp.float32)
@@ -264,6 +267,12 @@ def _slot_scales(
 ) -> Float32[Array, "tiles fetches steps head_sets columns"]:
     """The scales of each tile's slots, laid out as its logits are; 0 for a slot that it does not read."""
     fetches = -(-capacity // plan.fetch_slots)
+    gathered = 4 * tiles.ends.size * fetches * plan.fetch_slots * plan.kv_heads
+    if gathered > SCALE_BYTES:
+        raise NotImplementedError(
+            f"k_scale and v_scale of every slot are gathered for a TPU's kernel: {tiles.ends.size} tiles of {capacity} "
+            f"slots take {gathered} bytes each, at most {SCALE_BYTES} are made"
+        )
     positions = jnp.arange(fetches * plan.fetch_slots, dtype=jnp.int32)[None]
     entries = tiles.first_blocks[:, None] + positions // plan.block_size
     block_ids = entries if table is None else table.reshape(-1).at[entries].get(mode="clip")
@@ -274,11 +283,6 @@ def _slot_scales(
     if plan.apart:
         return values.swapaxes(3, 4)
     return values.reshape(-1, fetches, plan.steps, 1, plan.columns)
-
-
-def _round_up_to_blocks(k: Num[Array, "blocks block_size kv_heads head_dim"]) -> int:
-    """Slots of the whole pool: what a range can hold at most."""
-    return k.shape[0] * k.shape[1]
 
 
 def _unpacks_e4m3() -> bool:

@@ -9,7 +9,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # The order tried when the caller names no backend. An operation that lacks one of them goes on to the next.
-_PREFERRED: Mapping[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("xla",)}
+_PREFERRED: Mapping[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("mosaic_tpu", "xla")}
 
 
 def preferred(backends: Mapping[str, Callable[..., object]]) -> list[str]:

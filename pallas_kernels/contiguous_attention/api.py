@@ -9,10 +9,12 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels._contract import legal_in_ranges, settle
 from pallas_kernels._ragged import CACHED, check_array, check_options, check_ragged, require
-from pallas_kernels.contiguous_attention import reference, triton
+from pallas_kernels.contiguous_attention import mosaic_tpu, reference, triton
 from pallas_kernels.dispatch import dispatch
 
 BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
+    "mosaic_tpu": mosaic_tpu.contiguous_attention,
+    "mosaic_tpu_interpret": mosaic_tpu.contiguous_attention_interpreted,
     "triton": triton.contiguous_attention,
     "triton_interpret": functools.partial(triton.contiguous_attention, interpret=True),
     "xla": reference.contiguous_attention,

@@ -10,10 +10,12 @@ from jaxtyping import Array, Float32, Int32, Num
 
 from pallas_kernels._ragged import CACHED, FLOATS, MAX_INT32, check_array, check_scales, require
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.kv_write import reference, triton
+from pallas_kernels.kv_write import mosaic_tpu, reference, triton
 from pallas_kernels.kv_write.quantise import Quantised, quantise, quantise_by_token
 
 BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, ...]]] = {
+    "mosaic_tpu": mosaic_tpu.kv_write,
+    "mosaic_tpu_interpret": mosaic_tpu.kv_write_interpreted,
     "triton": triton.kv_write,
     "triton_interpret": functools.partial(triton.kv_write, interpret=True),
     "xla": reference.kv_write,

@@ -10,9 +10,11 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 from pallas_kernels._contract import legal_in_blocks, settle
 from pallas_kernels._ragged import CACHED, MAX_INT32, check_array, check_options, check_ragged, require
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.paged_attention import reference, triton
+from pallas_kernels.paged_attention import mosaic_tpu, reference, triton
 
 BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
+    "mosaic_tpu": mosaic_tpu.paged_attention,
+    "mosaic_tpu_interpret": mosaic_tpu.paged_attention_interpreted,
     "triton": triton.paged_attention,
     "triton_interpret": functools.partial(triton.paged_attention, interpret=True),
     "xla": reference.paged_attention,

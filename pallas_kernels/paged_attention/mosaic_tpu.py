@@ -1,10 +1,12 @@
 """Paged attention on a TPU; the kernel is `pallas_kernels._mosaic_tpu`."""
 
+import functools
+
 import jax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels._mosaic_tpu import SIZES, Sizes
+from pallas_kernels._mosaic_tpu import SIZES, SMALL_SIZES, Sizes
 from pallas_kernels._mosaic_tpu_batch import attend_batch
 
 
@@ -56,3 +58,6 @@ def paged_attention(
         interpret=interpret,
         sizes=sizes,
     )
+
+
+paged_attention_interpreted = functools.partial(paged_attention, interpret=pltpu.InterpretParams(), sizes=SMALL_SIZES)
