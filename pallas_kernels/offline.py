@@ -46,9 +46,16 @@ class Outcome:
 
 def require_packages(*modules: str) -> None:
     """Raises MissingPackageError unless all these modules can be imported."""
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    missing = [module for module in modules if not _can_import(module)]
     if missing:
         raise MissingPackageError(f"{', '.join(missing)} cannot be imported; {HOW_TO_INSTALL}")
+
+
+def _can_import(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of the package that it would be in
+        return False
 
 
 def run_job(
