@@ -27,6 +27,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32, Num
 
+KEYS, VALUES = 0, 1
 LANES = 128
 SUBLANES = 8
 LOG2_E = math.log2(math.e)
@@ -44,20 +45,23 @@ class Sizes:
 
     Attributes:
       fetch_bytes: keys and values of one fetch. Two are held at a time.
-      logits: float32 logits per step of the softmax, over all query rows; a step writes and reads them again.
+      logits: float32 logits per step of the softmax, over all query rows, where KV heads are attended together; a step
+        writes and reads them again.
+      logits_apart: the same where KV heads are attended one after another.
       most_columns: bound of a step's columns, as its code is unrolled over them.
       q_tile: queries of a prefill tile, a power of two.
     """
 
     fetch_bytes: int = 8 * MIB
     logits: int = 1024 * 1024
+    logits_apart: int = 128 * 1024
     most_columns: int = 32 * 1024
     q_tile: int = 128
 
 
 SIZES = Sizes()
 # For interpreters: a sequence of a few hundred slots takes several fetches, and each of them several steps.
-SMALL_SIZES = Sizes(fetch_bytes=MIB // 4, logits=2048, q_tile=8)
+SMALL_SIZES = Sizes(fetch_bytes=MIB // 4, logits=2048, logits_apart=2048, q_tile=8)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,14 +164,20 @@ def make_plan(
     apart = q_tile > 1 or LANES % kv_heads != 0
     rows = _round_up(q_tile * q_group if apart else kv_heads * q_group, 2 * SUBLANES)
     heads = 1 if apart else kv_heads
-    wanted = min(max(sizes.logits // (rows * heads), 1), sizes.most_columns // heads, _round_up(capacity, block_size))
+    slot_bytes = 2 * kv_heads * head_dim * kv_itemsize
+    wanted = min(
+        max((sizes.logits_apart if apart else sizes.logits) // (rows * heads), 1),
+        sizes.most_columns // heads,
+        sizes.fetch_bytes // slot_bytes,
+        _round_up(capacity, block_size),
+    )
     group = max(1, min(GROUP, wanted // block_size))
     # A step is a whole number of groups, and of vectors of lanes.
     lanes = LANES // math.gcd(LANES, heads)
     least = math.lcm(group * block_size, lanes) // (group * block_size)
     step_groups = least * max(1, wanted // (least * group * block_size))
     step_slots = step_groups * group * block_size
-    fetched = min(sizes.fetch_bytes // (2 * kv_heads * head_dim * kv_itemsize), _round_up(capacity, step_slots))
+    fetched = min(sizes.fetch_bytes // slot_bytes, _round_up(capacity, step_slots))
     return Plan(
         block_size=block_size,
         kv_heads=kv_heads,
@@ -257,7 +267,7 @@ def attend_tiles(
             disable_semaphore_checks=True,
         ),
         interpret=interpret,
-        name="paged_attention" if plan.in_table else "contiguous_attention",
+        name=f"{'paged' if plan.in_table else 'contiguous'}_{'prefill' if plan.q_tile > 1 else 'decode'}",
     )(*tiles, table, q, factor, k, v, *slot_scales)
 
 
@@ -286,35 +296,39 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
     def first_of(t, fetch):
         return first_blocks[t] + fetch * (plan.steps * plan.step_groups * plan.group)
 
-    def fetch_listed(first, side, group, in_group, count):
+    def fetch_listed(which, first, side, group, in_group, count):
         block_ids = [table[first + group * plan.group + in_group + i] for i in range(count)]
         for j, block_id in enumerate(block_ids):
-            for i, (pool, buffer) in enumerate(pools):
+            for i in which:
+                pool, buffer = pools[i]
                 to = buffer.at[side, group, in_group + j]
                 pltpu.make_async_copy(pool.at[block_id], to, arrived.at[side, i]).start()
 
-    def fetch_range(first, side, group, in_group, count):
+    def fetch_range(which, first, side, group, in_group, count):
         blocks = pl.ds(first + group * plan.group + in_group, count)
-        for i, (pool, buffer) in enumerate(pools):
+        for i in which:
+            pool, buffer = pools[i]
             to = buffer.at[side, group, pl.ds(in_group, count)]
             pltpu.make_async_copy(pool.at[blocks], to, arrived.at[side, i]).start()
 
-    fetch_blocks = fetch_listed if plan.in_table else fetch_range
-
     def start(t, fetch, side, first_group):
         """Starts a fetch but for the groups before `first_group`."""
-        some = functools.partial(fetch_blocks, first_of(t, fetch), side)
+        fetch_blocks = fetch_listed if plan.in_table else fetch_range
+        some = functools.partial(fetch_blocks, (KEYS, VALUES), first_of(t, fetch), side)
         for_blocks(blocks_of(t, fetch), first_group, lambda g: some(g, 0, plan.group), lambda g, i: some(g, i, 1))
         for i, (scale, buffer) in enumerate(zip(slot_scales, scale_buffers, strict=True)):
             pltpu.make_async_copy(scale.at[t, fetch], buffer.at[side], arrived.at[side, 2 + i]).start()
 
-    def start_step(first, blocks, side, step):
-        """Starts a step's part of a fetch without a branch, so that it hides among the work of another step."""
+    def start_step(which, first, blocks, side, step):
+        """Starts a step's part of a fetch of keys or values without a branch, so that other work can hide it.
+
+        It hides among loads from the other buffer only: those from its own might, for all the compiler knows, be of
+        what the DMA brings.
+        """
         for group in range(plan.step_groups):
             for i in range(plan.group):
                 at = step * plan.step_groups + group
-                fetch_block = functools.partial(fetch_listed, first, side, at, i, 1)
-                pl.when(at * plan.group + i < blocks)(fetch_block)
+                pl.when(at * plan.group + i < blocks)(functools.partial(fetch_listed, (which,), first, side, at, i, 1))
 
     def wait(fetch, side):
         def arrive(*part):  # a wait takes as many bytes as it names, whoever sent them
@@ -348,8 +362,8 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
         if not plan.from_start:
             pl.when((fetch == 0) & (low > 0))(lambda: clear(side, fetch, 0))
 
-    def attend(side, step, first_slot, head_set, keys, values, meanwhile):
-        """One step of the online softmax for one set of KV heads; with `meanwhile` all queries see all of it."""
+    def attend(side, step, first_slot, head_set, load, seen_whole):
+        """One step of the online softmax for one set of KV heads; `load` gives keys or values."""
         precision = lax.Precision.HIGHEST if plan.dtype == "float32" else None
         row = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0)
         lane = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 1)
@@ -367,7 +381,7 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
 
         scores = lax.dot_general(
             q[0, head_set].astype(plan.dtype),
-            keys,
+            load(KEYS),
             (((1,), (1,)), ((), ())),
             precision=precision,
             preferred_element_type=jnp.float32,
@@ -382,7 +396,7 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
             if plan.soft_cap is not None:
                 part = jnp.tanh(part) * (plan.soft_cap * LOG2_E)
             seen = None if plan.apart else own_head
-            if meanwhile is None:
+            if not seen_whole:
                 within = lane < until - i * LANES
                 if not plan.from_start:
                     within &= lane >= since - i * LANES
@@ -390,8 +404,6 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
             part = part if seen is None else jnp.where(seen, part, -jnp.inf)
             logits[:, chunk] = part
             top = jnp.maximum(top, part)
-        if meanwhile is not None:
-            meanwhile()
         top = jnp.broadcast_to(jnp.max(top, axis=1, keepdims=True), top.shape)
         rescale = jnp.exp2(before - top)
         total, weights = denominator[head_set] * rescale, []
@@ -401,7 +413,7 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
             weights.append((weight * slot_scale(1, i) if plan.scaled else weight).astype(plan.dtype))
         added = lax.dot_general(
             jnp.concatenate(weights, axis=1),
-            values,
+            load(VALUES),
             (((1,), (0,)), ((), ())),
             precision=precision,
             preferred_element_type=jnp.float32,
@@ -409,20 +421,24 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
         maximum[head_set], denominator[head_set] = top, total
         weighted[head_set] = weighted[head_set] * rescale[:, :1] + added
 
-    def attend_step(side, fetch, step, meanwhile=None):
+    def attend_step(side, fetch, step, seen_whole, meanwhile=lambda which: None):
+        """One step; `meanwhile` starts what is fetched into the buffer of keys or values, whichever is not loaded."""
         first_slot = fetch * plan.fetch_slots + step * plan.step_slots
-        keys, values = (
-            buffer[side, pl.ds(step * plan.step_groups, plan.step_groups)].reshape(-1, plan.head_dim)
-            for _, buffer in pools
-        )
+
+        def load(which):
+            meanwhile(VALUES if which == KEYS else KEYS)
+            part = pools[which][1][side, pl.ds(step * plan.step_groups, plan.step_groups)]
+            return widen(part.reshape(-1, plan.head_dim), plan)
+
         if not plan.apart:
-            attend(side, step, first_slot, 0, widen(keys, plan), widen(values, plan), meanwhile)
+            attend(side, step, first_slot, 0, load, seen_whole)
             return
-        stages[0][...], stages[1][...] = (widen(x, plan).astype(jnp.float32) for x in (keys, values))
+        for which, stage in enumerate(stages):
+            stage[...] = load(which).astype(jnp.float32)
 
         def one_head(head, _):
             rows = pl.ds(head, plan.step_slots, plan.kv_heads)
-            attend(side, step, first_slot, head, *(stage[rows, :].astype(plan.dtype) for stage in stages), meanwhile)
+            attend(side, step, first_slot, head, lambda i: stages[i][rows, :].astype(plan.dtype), seen_whole)
 
         lax.fori_loop(0, plan.kv_heads, one_head, None)
 
@@ -454,12 +470,14 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
         first, blocks = first_of(next_tile, next_fetch), jnp.where(more, blocks_of(next_tile, next_fetch), 0)
 
         def whole_step(step, _):
-            hide = plan.in_table and not plan.apart
-            attend_step(side, fetch, step, lambda: start_step(first, blocks, 1 - side, step) if hide else None)
+            if plan.in_table and not plan.apart:
+                attend_step(side, fetch, step, True, lambda i: start_step(i, first, blocks, 1 - side, step))
+            else:
+                attend_step(side, fetch, step, True)
 
         if plan.from_start:
             lax.fori_loop(0, whole, whole_step, None)
-        lax.fori_loop(whole, steps, lambda step, _: attend_step(side, fetch, step), None)
+        lax.fori_loop(whole, steps, lambda step, _: attend_step(side, fetch, step, False), None)
 
     lax.fori_loop(0, fetches, one_fetch, None)
     total = jnp.sum(denominator[...], axis=-1, keepdims=True)

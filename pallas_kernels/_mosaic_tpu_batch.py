@@ -101,6 +101,11 @@ def check(q: jax.Array, k: jax.Array, table: jax.Array | None) -> None:
         )
 
 
+def prefill_tile(max_q_len: int, sizes: Sizes) -> int:
+    """Queries of a prefill tile: a power of two, no larger than a sequence's queries ask for."""
+    return min(sizes.q_tile, 1 << (max_q_len - 1).bit_length())
+
+
 def join(
     a: tuple[Float32[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"]],
     b: tuple[Float32[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"]],
@@ -150,7 +155,7 @@ def _attend_stored(
     q_lens = jnp.where(kv_lens > 0, cu_q_lens[1:] - cu_q_lens[:-1], 0)
     singles = jnp.where(q_lens == 1, 1, 0)
     runs = min(seqs, tokens // 2)
-    q_tile = min(sizes.q_tile, 1 << (max_q_len - 1).bit_length())
+    q_tile = prefill_tile(max_q_len, sizes)
     launches = [(singles, 1, min(seqs, tokens))]
     if max_q_len > 1 and runs > 0:
         launches.append((q_lens - singles, q_tile, (tokens + runs * (q_tile - 1)) // q_tile))

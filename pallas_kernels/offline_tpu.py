@@ -7,15 +7,23 @@ allows for the same bytes.
 """
 
 import dataclasses
+import math
 import pathlib
 import re
 from collections.abc import Callable, Sequence
 
 import jax
+import jax.numpy as jnp
 from jax.experimental import topologies
 
+from pallas_kernels._mosaic_tpu import LANES, SIZES, make_plan
+from pallas_kernels._mosaic_tpu_batch import prefill_tile
+from pallas_kernels.block_copy.shapes import CopyCase
 from pallas_kernels.compat import absent_device
+from pallas_kernels.contiguous_attention.mosaic_tpu import MOST_BLOCK
+from pallas_kernels.kv_write.shapes import WriteCase
 from pallas_kernels.offline import require_packages
+from pallas_kernels.paged_attention.shapes import AttentionCase
 from pallas_kernels.targets import TOPOLOGIES, Topology
 
 MIB = 2**20
@@ -65,14 +73,15 @@ def measure(
       arguments: abstract arguments, placed on the first device of the topology unless they say where.
       target: a name of `TOPOLOGIES`.
       dump_dir: where `environment` makes the compiler write its listings.
-      kv_bytes: bytes of keys and values that one round of the kernel's loop of matrix products covers.
-      kernel: name of the kernel, as given to `pallas_call`. Without it and `kv_bytes` no loop is measured.
+      kv_bytes: bytes of keys and values that one round of the kernel's loop of matrix products covers; those that it
+        fetches if None.
+      kernel: name of the kernel, as given to `pallas_call`.
 
     Returns:
       argument_bytes, output_bytes, temp_bytes (per device) and collectives (a count). With `kernel` also vmem_bytes and
-      smem_bytes of its scratch, spills (vector registers spilled in the whole kernel), and with `kv_bytes`
-      bundles_per_mib and cycles_per_mib of the steady state, cycles_over_allowed: cycles_per_mib over those that pass
-      while memory delivers a MiB, and outer_cycles: those around the loops measured, spent once per sequence at most.
+      smem_bytes of its scratch and spills (vector registers spilled in the whole kernel). If that has a loop of matrix
+      products: bundles_per_mib and cycles_per_mib of the steady state; cycles_over_allowed, cycles_per_mib over those
+      that pass while memory delivers a MiB; outer_cycles, those around the loops, spent once per sequence at most.
     """
     topology = TOPOLOGIES[target]
     devices = topology_devices(topology)
@@ -94,20 +103,56 @@ def measure(
     }
     if kernel is not None:
         report |= read_kernel(dump_dir, kernel)
-    if kernel is not None and kv_bytes is not None:
+    if kernel is not None:
         schedule = read_schedule(_dump(dump_dir, kernel, "packed-bundles-post-ra"))
-        loops = steady_loops(schedule, kv_bytes)
-        cycles_per_mib = MIB * sum(loop.cycles / loop.kv_bytes for loop in loops)
-        target_device = topology.target
-        allowed = target_device.clock_hz * MIB / target_device.memory_bytes_per_s
-        report |= {
-            "bundles_per_mib": MIB * sum(loop.bundles / loop.kv_bytes for loop in loops),
-            "cycles_per_mib": cycles_per_mib,
-            "cycles_over_allowed": cycles_per_mib / allowed,
-            "outer_cycles": len(schedule)
-            - sum(loop.end - loop.start for loop in find_loops(schedule) if loop.innermost),
-        }
+        if loops := steady_loops(schedule, kv_bytes):
+            cycles_per_mib = MIB * sum(loop.cycles / loop.kv_bytes for loop in loops)
+            allowed = topology.target.clock_hz * MIB / topology.target.memory_bytes_per_s
+            report |= {
+                "bundles_per_mib": MIB * sum(loop.bundles / loop.kv_bytes for loop in loops),
+                "cycles_per_mib": cycles_per_mib,
+                "cycles_over_allowed": cycles_per_mib / allowed,
+                "outer_cycles": len(schedule)
+                - sum(loop.end - loop.start for loop in find_loops(schedule) if loop.innermost),
+            }
     return report
+
+
+def inner_loop(kernel: str, case: AttentionCase | WriteCase | CopyCase, target: str) -> dict[str, str | int]:
+    """The arguments `kernel` and `kv_bytes` of `measure` for a case of this package's kernels, or of jax's own.
+
+    Args:
+      kernel: paged_decode, paged_prefill, contiguous_decode, contiguous_prefill, kv_write, block_copy or
+        jax_paged_decode.
+      case: what is compiled.
+      target: a name of `TOPOLOGIES`; its devices share the KV heads.
+    """
+    if kernel == "jax_paged_decode":
+        return {"kernel": "paged_attention"}
+    if not isinstance(case, AttentionCase):
+        return {"kernel": kernel}
+    kv_heads, itemsize = case.kv_heads // TOPOLOGIES[target].num_devices, jnp.dtype(case.kv_dtype).itemsize
+    paged, prefill = kernel.startswith("paged"), kernel.endswith("prefill")
+    capacity = case.blocks_per_seq * case.block_size * (1 if paged else case.seqs)
+    plan = make_plan(
+        block_size=case.block_size if paged else math.gcd(capacity, MOST_BLOCK),
+        kv_heads=kv_heads,
+        head_dim=-(-case.head_dim // LANES) * LANES,
+        q_group=case.q_heads // case.kv_heads,
+        q_tile=prefill_tile(case.max_q_len, SIZES) if prefill else 1,
+        capacity=capacity,
+        kv_itemsize=itemsize,
+        sizes=SIZES,
+        window=case.window,
+        soft_cap=case.soft_cap,
+        from_start=case.window is None and paged,
+        in_table=paged,
+        scaled=case.scales == "token",
+        unpack=False,
+        dtype=case.q_dtype,
+    )
+    heads = 1 if plan.apart else kv_heads  # that one round covers
+    return {"kernel": kernel, "kv_bytes": 2 * plan.step_slots * heads * case.head_dim * itemsize}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +214,7 @@ def find_loops(schedule: Sequence[str]) -> list[Loop]:
     ]
 
 
-def steady_loops(schedule: Sequence[str], kv_bytes: int) -> list[SteadyLoop]:
+def steady_loops(schedule: Sequence[str], kv_bytes: int | None) -> list[SteadyLoop]:
     """The loops that run again and again while a long sequence is attended: its matrix products and its fetches.
 
     The first is the deepest loop with matrix products. What a branch jumps over in the steady state is not counted: a
@@ -178,12 +223,16 @@ def steady_loops(schedule: Sequence[str], kv_bytes: int) -> list[SteadyLoop]:
 
     Args:
       schedule: as `read_schedule` gives it.
-      kv_bytes: bytes of keys and values that one round of the loop of matrix products covers.
+      kv_bytes: bytes of keys and values that one round of the loop of matrix products covers; those that it fetches if
+        None.
+
+    Returns:
+      Nothing if there is no loop with matrix products.
     """
     loops = find_loops(schedule)
     products = [loop for loop in loops if any("vmatmul" in bundle for bundle in schedule[loop.start : loop.end])]
     if not products:
-        raise ValueError("a kernel that is measured must have a loop with matrix products, got none")
+        return []
     inner = [a for a in products if not any(_within(b, a) for b in products)]
     compute = max(inner, key=lambda loop: loop.end - loop.start)
     regions = [
@@ -199,8 +248,12 @@ def steady_loops(schedule: Sequence[str], kv_bytes: int) -> list[SteadyLoop]:
         or (region in fetching and region != max(fetching))
     ]
     counted = [i for i in range(compute.start, compute.end) if not any(a <= i < b for a, b in skipped)]
-    steady = [_steady([schedule[i] for i in counted], kv_bytes)]
-    if not any(_fetched_bytes([schedule[i]]) for i in counted):
+    bundles = [schedule[i] for i in counted]
+    fetched = _fetched_bytes(bundles)
+    if kv_bytes is None and not fetched:
+        raise ValueError("kv_bytes must be given for a loop that fetches nothing itself")
+    steady = [_steady(bundles, kv_bytes or fetched)]
+    if not fetched:
         apart = [loop for loop in loops if loop.innermost and _fetched_bytes(schedule[loop.start : loop.end])]
         widest = max(apart, key=lambda loop: (_fetched_bytes(schedule[loop.start : loop.end]), loop.start))
         bundles = schedule[widest.start : widest.end]
