@@ -3,7 +3,7 @@
 import jax
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels._stream import Source, stored_tiles, stream_attention
+from pallas_kernels._stream import Source, stream_attention
 
 
 @jax.jit(static_argnames=("scale", "window", "soft_cap", "return_lse", "max_q_len"))
@@ -35,7 +35,7 @@ def contiguous_attention(
 
     return stream_attention(
         q,
-        Source(k, v, k_scale, v_scale, slots_of, stored_tiles(k.shape[0])),
+        Source(k, v, k_scale, v_scale, slots_of, k.shape[0]),
         kv_lens,
         cu_q_lens,
         k_new=k_new,

@@ -3,7 +3,7 @@
 import jax
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels._stream import Source, stored_tiles, stream_attention
+from pallas_kernels._stream import Source, stream_attention
 
 
 @jax.jit(static_argnames=("scale", "window", "soft_cap", "return_lse", "max_q_len"))
@@ -28,7 +28,7 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"] | None]:
     """See `pallas_kernels.paged_attention.paged_attention`."""
     block_size = k.shape[1]
-    kv_tiles = stored_tiles(block_tables.shape[1] * block_size)
+    capacity = block_tables.shape[1] * block_size
 
     def slots_of(
         seq_ids: Int32[Array, " tiles"], positions: Int32[Array, "tiles kv_tile"]
@@ -44,7 +44,7 @@ def paged_attention(
 
     return stream_attention(
         q,
-        Source(by_slot(k), by_slot(v), scale_by_slot(k_scale), scale_by_slot(v_scale), slots_of, kv_tiles),
+        Source(by_slot(k), by_slot(v), scale_by_slot(k_scale), scale_by_slot(v_scale), slots_of, capacity),
         kv_lens,
         cu_q_lens,
         k_new=k_new,

@@ -160,6 +160,13 @@ def test_the_unchanged_core_passes(case):
     solve(case)
 
 
+@pytest.mark.parametrize("case", [DECODE, SINKS, HEAD, NEW], ids=lambda case: case.name)
+def test_long_steps_give_the_same_answer(case, monkeypatch):
+    monkeypatch.setattr(_stream, "LONG_KV_TILE", 2 * _stream.KV_TILE)
+    wide = dataclasses.replace(case, window=case.window and 2 * _stream.KV_TILE + 30)
+    solve(wide)
+
+
 def ignore_queries(arguments):
     return arguments | {"q": jnp.zeros_like(arguments["q"])}
 

@@ -14,6 +14,8 @@ from pallas_kernels.paged_attention import paged_attention
     ("window", "q_lens", "kv_tiles", "visited"),
     [
         (None, [1, 0, 0], [0, 0, 0], []),
+        # Rows of 16 tiles or more go by themselves, 16 at a time while there are as many.
+        (None, [1, 1, 1], [35, 16, 2], [0, 1, 15, 15, 31, 32, 33, 34]),
         (None, [1, 0, 0], [1, 0, 0], [0]),
         (None, [1, 0, 0], [1.01, 0, 0], [0, 1]),
         # Two decode rows share their steps, so the longer one decides; the chunk of 9 queries goes by itself.
@@ -34,7 +36,7 @@ def test_work_follows_the_lengths_and_the_window_and_not_the_capacity(window, q_
     def attend_all(kv_lens, cu_q_lens):
         return _stream.stream_attention(
             jnp.ones((tokens, 1, 8), jnp.float32),
-            _stream.Source(pool, pool, None, None, slots_of, (tile,)),
+            _stream.Source(pool, pool, None, None, slots_of, len(pool)),
             kv_lens,
             cu_q_lens,
             k_new=None,
