@@ -27,7 +27,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-KEYS, VALUES = 0, 1
 LANES = 128
 SUBLANES = 8
 LOG2_E = math.log2(math.e)
@@ -296,39 +295,37 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
     def first_of(t, fetch):
         return first_blocks[t] + fetch * (plan.steps * plan.step_groups * plan.group)
 
-    def fetch_listed(which, first, side, group, in_group, count):
-        block_ids = [table[first + group * plan.group + in_group + i] for i in range(count)]
+    def fetch_listed(entry, side, group, in_group, count):
+        block_ids = [table[entry + i] for i in range(count)]
         for j, block_id in enumerate(block_ids):
-            for i in which:
-                pool, buffer = pools[i]
+            for i, (pool, buffer) in enumerate(pools):
                 to = buffer.at[side, group, in_group + j]
                 pltpu.make_async_copy(pool.at[block_id], to, arrived.at[side, i]).start()
 
-    def fetch_range(which, first, side, group, in_group, count):
-        blocks = pl.ds(first + group * plan.group + in_group, count)
-        for i in which:
-            pool, buffer = pools[i]
+    def fetch_range(first, side, group, in_group, count):
+        for i, (pool, buffer) in enumerate(pools):
             to = buffer.at[side, group, pl.ds(in_group, count)]
-            pltpu.make_async_copy(pool.at[blocks], to, arrived.at[side, i]).start()
+            pltpu.make_async_copy(pool.at[pl.ds(first, count)], to, arrived.at[side, i]).start()
 
     def start(t, fetch, side, first_group):
         """Starts a fetch but for the groups before `first_group`."""
-        fetch_blocks = fetch_listed if plan.in_table else fetch_range
-        some = functools.partial(fetch_blocks, (KEYS, VALUES), first_of(t, fetch), side)
+
+        def some(group, in_group, count):
+            first = first_of(t, fetch) + group * plan.group + in_group
+            (fetch_listed if plan.in_table else fetch_range)(first, side, group, in_group, count)
+
         for_blocks(blocks_of(t, fetch), first_group, lambda g: some(g, 0, plan.group), lambda g, i: some(g, i, 1))
         for i, (scale, buffer) in enumerate(zip(slot_scales, scale_buffers, strict=True)):
             pltpu.make_async_copy(scale.at[t, fetch], buffer.at[side], arrived.at[side, 2 + i]).start()
 
-    def start_step(which, first, blocks, side, step):
-        """Starts a step's part of a fetch of keys or values without a branch, so that other work can hide it.
-
-        It hides among loads from the other buffer only: those from its own might, for all the compiler knows, be of
-        what the DMA brings.
-        """
+    def start_step(first, blocks, side, step):
+        """Starts a step's part of a fetch without a branch, so that the work of another step can hide some of it."""
+        first_group = step * plan.step_groups
+        entry, left = first + first_group * plan.group, blocks - first_group * plan.group
         for group in range(plan.step_groups):
             for i in range(plan.group):
-                at = step * plan.step_groups + group
-                pl.when(at * plan.group + i < blocks)(functools.partial(fetch_listed, (which,), first, side, at, i, 1))
+                at = group * plan.group + i
+                pl.when(at < left)(functools.partial(fetch_listed, entry + at, side, first_group + group, i, 1))
 
     def wait(fetch, side):
         def arrive(*part):  # a wait takes as many bytes as it names, whoever sent them
@@ -362,8 +359,8 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
         if not plan.from_start:
             pl.when((fetch == 0) & (low > 0))(lambda: clear(side, fetch, 0))
 
-    def attend(side, step, first_slot, head_set, load, seen_whole):
-        """One step of the online softmax for one set of KV heads; `load` gives keys or values."""
+    def attend(side, step, first_slot, head_set, keys, values, seen_whole, meanwhile=lambda: None):
+        """One step of the online softmax for one set of KV heads; `meanwhile` does what its latencies can hide."""
         precision = lax.Precision.HIGHEST if plan.dtype == "float32" else None
         row = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0)
         lane = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 1)
@@ -381,7 +378,7 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
 
         scores = lax.dot_general(
             q[0, head_set].astype(plan.dtype),
-            load(KEYS),
+            keys,
             (((1,), (1,)), ((), ())),
             precision=precision,
             preferred_element_type=jnp.float32,
@@ -404,6 +401,7 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
             part = part if seen is None else jnp.where(seen, part, -jnp.inf)
             logits[:, chunk] = part
             top = jnp.maximum(top, part)
+        meanwhile()
         top = jnp.broadcast_to(jnp.max(top, axis=1, keepdims=True), top.shape)
         rescale = jnp.exp2(before - top)
         total, weights = denominator[head_set] * rescale, []
@@ -413,7 +411,7 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
             weights.append((weight * slot_scale(1, i) if plan.scaled else weight).astype(plan.dtype))
         added = lax.dot_general(
             jnp.concatenate(weights, axis=1),
-            load(VALUES),
+            values,
             (((1,), (0,)), ((), ())),
             precision=precision,
             preferred_element_type=jnp.float32,
@@ -421,24 +419,18 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
         maximum[head_set], denominator[head_set] = top, total
         weighted[head_set] = weighted[head_set] * rescale[:, :1] + added
 
-    def attend_step(side, fetch, step, seen_whole, meanwhile=lambda which: None):
-        """One step; `meanwhile` starts what is fetched into the buffer of keys or values, whichever is not loaded."""
+    def attend_step(side, fetch, step, seen_whole, meanwhile=lambda: None):
         first_slot = fetch * plan.fetch_slots + step * plan.step_slots
-
-        def load(which):
-            meanwhile(VALUES if which == KEYS else KEYS)
-            part = pools[which][1][side, pl.ds(step * plan.step_groups, plan.step_groups)]
-            return widen(part.reshape(-1, plan.head_dim), plan)
-
+        part = pl.ds(step * plan.step_groups, plan.step_groups)
+        keys, values = (widen(buffer[side, part].reshape(-1, plan.head_dim), plan) for _, buffer in pools)
         if not plan.apart:
-            attend(side, step, first_slot, 0, load, seen_whole)
+            attend(side, step, first_slot, 0, keys, values, seen_whole, meanwhile)
             return
-        for which, stage in enumerate(stages):
-            stage[...] = load(which).astype(jnp.float32)
+        stages[0][...], stages[1][...] = keys.astype(jnp.float32), values.astype(jnp.float32)
 
         def one_head(head, _):
             rows = pl.ds(head, plan.step_slots, plan.kv_heads)
-            attend(side, step, first_slot, head, lambda i: stages[i][rows, :].astype(plan.dtype), seen_whole)
+            attend(side, step, first_slot, head, *(stage[rows, :].astype(plan.dtype) for stage in stages), seen_whole)
 
         lax.fori_loop(0, plan.kv_heads, one_head, None)
 
@@ -471,7 +463,7 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
 
         def whole_step(step, _):
             if plan.in_table and not plan.apart:
-                attend_step(side, fetch, step, True, lambda i: start_step(i, first, blocks, 1 - side, step))
+                attend_step(side, fetch, step, True, lambda: start_step(first, blocks, 1 - side, step))
             else:
                 attend_step(side, fetch, step, True)
 
