@@ -124,15 +124,18 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
 
 
 def time_in_turns(timed: list[Call], repeats: int, times: int, advance: Callable[[], None]) -> pl.DataFrame:
-    """Milliseconds of every call and of a copy of as many bytes as the keys and values have, in every round."""
+    """Milliseconds of every call and of a copy of as many bytes as the keys and values have, in every round.
+
+    Each round has an order of its own, so that none always finds what the copy leaves behind.
+    """
     k, v = timed[0].arguments[1:3]
-    copied = {"copy": (_copy, (k, v))}
-    everything = copied | {call.name: (call.function, call.arguments) for call in timed}
-    rows = []
-    for function, arguments in everything.values():
+    everything = [("copy", _copy, (k, v)), *((call.name, call.function, call.arguments) for call in timed)]
+    rows, rng = [], np.random.default_rng(0)
+    for _, function, arguments in everything:
         jax.block_until_ready(function(*arguments))
     for repeat in range(repeats):
-        for name, (function, arguments) in everything.items():
+        for turn in rng.permutation(len(everything)):
+            name, function, arguments = everything[turn]
             begin = time.perf_counter()
             jax.block_until_ready([function(*arguments) for _ in range(times)])
             ms = 1e3 * (time.perf_counter() - begin) / times

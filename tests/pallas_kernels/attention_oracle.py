@@ -194,6 +194,12 @@ def make_problem(
     )
 
 
+def problem_of(case: AttentionCase, batch: str) -> Problem:
+    """A problem of a case's named batch; in every other batch block 0 is somebody's."""
+    place = list(case.batches).index(batch)
+    return make_problem(case, case.batches[batch], place, use_block_0=place % 2 == 1)
+
+
 def assert_matches(result, expected: Expected) -> None:
     """Within 2e-5 for float32 and two units in the last place for 16 bits; tokens of nothing exactly 0 and -inf.
 
