@@ -130,7 +130,7 @@ def run(config: Config, run_dir: Any, progress: Progress) -> results.Results:
     work = jobs(config)
     found: dict[str, dict[str, results.Value]] = {}
     with concurrent.futures.ThreadPoolExecutor(config.jobs) as pool, progress.task("compile", len(work)) as advance:
-        outcomes = pool.map(lambda job: _compile(*job, config.time_limit_s), work)
+        outcomes = pool.map(lambda job: _compile(job[0], job[1], job[2], config.time_limit_s), work)
         for (target, kernel, case), outcome in zip(work, outcomes, strict=True):
             name = f"{target}/{kernel}/{case}"
             advance(note=name)

@@ -25,7 +25,7 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32, Num
 
 from pallas_kernels import compat as compat  # silences the backend's deprecation
-from pallas_kernels._stream import QueryTiles, cut_queries
+from pallas_kernels._query_tiles import QueryTiles, cut_queries
 
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2.0)
@@ -88,9 +88,8 @@ class Source(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the kernel reads, as references in whole."""
+    """What the kernel reads beside its tiles, as references in whole."""
 
-    tiles: QueryTiles
     places: Any  # block tables or starts
     q: Any  # [tokens, q_heads, head_dim]
     k: Any  # [slots, kv_heads, head_dim]
@@ -182,7 +181,7 @@ def attend(
     dtype = product_dtype(q.dtype, k.dtype)
     call = functools.partial(
         _launch,
-        Inputs(None, places, q, k, v, k_scale, v_scale, k_new, v_new, sinks),
+        Inputs(places, q, k, v, k_scale, v_scale, k_new, v_new, sinks),
         group=q_heads // kv_heads,
         dtype=dtype,
         scale=scale,
@@ -194,7 +193,7 @@ def attend(
     q_lens = jnp.where(kv_lens > 0, cu_q_lens[1:] - cu_q_lens[:-1], 0)
     singles = jnp.where(q_lens == 1, 1, 0)
     tiles = single_queries(singles, kv_lens, cu_q_lens, window)
-    tiling = decode_tiling or default_decode_tiling(q_heads // kv_heads, head_dim, k.dtype, dtype)
+    tiling = decode_tiling or default_decode_tiling(q_heads // kv_heads, head_dim, dtype)
     splits = count_splits(seqs * kv_heads, capacity, window, tiling.split_size)
     single_out, single_lse = call(tiles, tiling, splits=splits, name="attention_decode")
     runs = min(seqs, tokens // 2)
@@ -233,7 +232,7 @@ def single_queries(
     )
 
 
-def check_offsets(name: str, array: jax.Array) -> None:
+def check_offsets(name: str, array: jax.Array | jax.ShapeDtypeStruct) -> None:
     """Refuses arrays for which the backend would compute offsets that wrap.
 
     It counts offsets in elements and takes 64 bits for them where an array has more than 2**32 bytes, so those of an
@@ -256,17 +255,16 @@ def product_dtype(q_dtype: jnp.dtype, kv_dtype: jnp.dtype) -> jnp.dtype:
     return jnp.dtype(jnp.float32)
 
 
-def default_decode_tiling(group: int, head_dim: int, kv_dtype: jnp.dtype, dtype: jnp.dtype) -> Tiling:
+def default_decode_tiling(group: int, head_dim: int, dtype: jnp.dtype) -> Tiling:
     """What `python -m experiments compile` showed to keep registers and shared memory of an H100 within bounds."""
-    del kv_dtype
-    width = padded(head_dim) * dtype.itemsize
-    return Tiling(max(MIN_DOT, pl.next_power_of_2(group)), 64 if width <= 256 else 32, 4, 3)
+    wide = padded(head_dim) * dtype.itemsize > 256
+    return Tiling(max(MIN_DOT, pl.next_power_of_2(group)), 32 if wide else 64, 4, 3)
 
 
 def default_prefill_tiling(group: int, head_dim: int, dtype: jnp.dtype) -> Tiling:
-    """As for decode; 64 rows are the matrix instruction of one warp group."""
-    width = padded(head_dim) * dtype.itemsize
-    return Tiling(max(64, pl.next_power_of_2(group)), 64 if width <= 256 else 32, 4, 2)
+    """As for decode; 64 rows are the matrix instruction of one warp group, and wide heads are shared by two."""
+    wide = padded(head_dim) * dtype.itemsize > 256
+    return Tiling(max(64, pl.next_power_of_2(group)), 32 if wide else 64, 8 if wide else 4, 2)
 
 
 def count_splits(programs: int, capacity: int, window: int | None, split_size: int | None) -> int:
@@ -292,7 +290,6 @@ def _launch(
     kv_heads = inputs.k.shape[1]
     num_tiles = tiles.seq_ids.shape[0]
     statics = Statics(tiling=tiling, splits=splits, **options)
-    inputs = inputs._replace(tiles=tiles)
     sinks = inputs.sinks
     if splits > 1:
         inputs = inputs._replace(sinks=None)  # once, in the merge
@@ -307,7 +304,7 @@ def _launch(
         compiler_params=plgpu.CompilerParams(num_warps=tiling.num_warps, num_stages=tiling.num_stages),
         interpret=interpret,
         name=name,
-    )(inputs)
+    )(tiles, inputs)
     if splits == 1:
         return out, lse
     return pl.pallas_call(
@@ -323,13 +320,13 @@ def _launch(
     )(tiles, out, lse, sinks)
 
 
-def attention_kernel(inputs: Inputs, out_ref: Any, lse_ref: Any, *, statics: Statics) -> None:
+def attention_kernel(tiles: QueryTiles, inputs: Inputs, out_ref: Any, lse_ref: Any, *, statics: Statics) -> None:
     """One tile of queries, one KV head, one split of the stored positions."""
     tiling, group = statics.tiling, statics.group
-    num_tiles, kv_heads = inputs.tiles.seq_ids.shape[0], inputs.k.shape[1]
+    num_tiles, kv_heads = tiles.seq_ids.shape[0], inputs.k.shape[1]
     tile_id, kv_head = jax.lax.div(pl.program_id(0), kv_heads), jax.lax.rem(pl.program_id(0), kv_heads)
     split = pl.program_id(1)
-    tile = jax.tree.map(lambda ref: ref[tile_id], inputs.tiles)
+    tile = jax.tree.map(lambda ref: ref[tile_id], tiles)
 
     row_ids = jnp.arange(tiling.rows, dtype=jnp.int32)
     query_ids, heads = jax.lax.div(row_ids, group), kv_head * group + jax.lax.rem(row_ids, group)

@@ -85,7 +85,8 @@ def run_job(
         given = {name: value.replace("{dump_dir}", str(dump_dir)) for name, value in (environment or {}).items()}
         request = {"job": job, "arguments": dict(arguments), "dump_dir": str(dump_dir), "answer": str(answer_path)}
         with subprocess.Popen(
-            [sys.executable, "-c", "from pallas_kernels import offline; offline.answer_request()"],
+            # -P: what lies in the directory that the caller happens to be in is not imported.
+            [sys.executable, "-P", "-c", "from pallas_kernels import offline; offline.answer_request()"],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,

@@ -93,7 +93,7 @@ def compiler(platform: str) -> ModuleType:
     return {"gpu": offline_gpu, "tpu": offline_tpu}[platform]
 
 
-def placed(program: Program, devices: Sequence[jax.Device]) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
+def placed(program: Program, devices: Sequence[Any]) -> tuple[Callable[..., Any], list[jax.ShapeDtypeStruct]]:
     """The program as a function of positions, and its arguments, sharded over the KV heads if there are devices.
 
     Raises:

@@ -43,7 +43,7 @@ def environment(target: str) -> dict[str, str]:
     return {"XLA_FLAGS": "--xla_dump_to={dump_dir} --xla_dump_emitter_re=.*"}
 
 
-def topology_devices(topology: Topology) -> Sequence[jax.Device]:
+def topology_devices(topology: Topology) -> Sequence[Any]:
     """The devices of a topology, to be used in shardings; nothing can run on them.
 
     Raises:

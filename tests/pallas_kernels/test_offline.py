@@ -34,7 +34,7 @@ def test_a_job_that_gives_no_report_says_why(job, status, message):
 
 
 def test_a_job_that_hangs_is_ended():
-    outcome = offline.run_job(f"{JOBS}:hang", {}, time_limit_s=3)
+    outcome = offline.run_job(f"{JOBS}:hang", {}, time_limit_s=3.0)
     assert (outcome.status, outcome.message) == ("timed_out", "no answer within 3 s")
     assert 3 <= outcome.seconds < 30
 
@@ -54,7 +54,7 @@ def compile_case(target, kernel, case):
 
 
 def report_of(job, arguments):
-    outcome = offline.run_job(job, arguments, environment=offline_gpu.environment("h100"), time_limit_s=240)
+    outcome = offline.run_job(job, arguments, environment=offline_gpu.environment("h100"), time_limit_s=240.0)
     if outcome.status == "missing":
         pytest.skip(outcome.message)
     assert outcome.status == "ok", outcome.message
