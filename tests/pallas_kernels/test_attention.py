@@ -11,7 +11,7 @@ from tests.pallas_kernels.ways import batches_of
 SMALL = tuple(case for case in CASES if not case.offline)
 
 
-@pytest.mark.parametrize(("way", "case", "batch"), batches_of(BACKENDS, SMALL))
+@pytest.mark.parametrize(("way", "case", "batch"), batches_of(BACKENDS, SMALL, always=("xla",)))
 def test_paged_attention_is_softmax_attention(way, case, batch):
     posed = problem_of(case, batch)
     with way.open():

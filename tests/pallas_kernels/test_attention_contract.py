@@ -20,8 +20,8 @@ from tests.pallas_kernels.ways import ways
 CASE = {case.name: case for case in CASES}
 DECODE, MIXED = CASE["decode_d64_kv2_g4_b16_f32"], CASE["mixed_d32_kv2_g3_b8_f32"]
 NEW, WINDOW = CASE["mixed_d32_kv2_g2_b16_f32_new"], CASE["mixed_d32_kv2_g2_b16_f32_window_100"]
-paged_ways = pytest.mark.parametrize("way", ways(PAGED_BACKENDS, MIXED))
-contiguous_ways = pytest.mark.parametrize("way", ways(CONTIGUOUS_BACKENDS, MIXED))
+paged_ways = pytest.mark.parametrize("way", ways(PAGED_BACKENDS, MIXED, always=("xla",)))
+contiguous_ways = pytest.mark.parametrize("way", ways(CONTIGUOUS_BACKENDS, MIXED, always=("xla",)))
 
 
 def paged(way, problem, **changes):

@@ -49,14 +49,19 @@ class Way:
 WAYS: tuple[Way, ...] = (Way("xla"), Way("triton_interpret"))
 
 
-def ways(backends: Mapping[str, Callable], case: AttentionCase | None = None) -> list:
-    """Test parameters: the ways to run an operation's backends, on a case that they can do."""
+def ways(backends: Mapping[str, Callable], case: AttentionCase | None = None, *, always: tuple[str, ...] = ()) -> list:
+    """Test parameters: the ways to run an operation's backends, on a case that they can do.
+
+    With `always` given, the ways of other backends are marked slow.
+    """
     return [
-        pytest.param(way, id=str(way)) for way in WAYS if way.backend in backends and (case is None or way.runs(case))
+        pytest.param(way, id=str(way), marks=pytest.mark.slow if always and way.backend not in always else ())
+        for way in WAYS
+        if way.backend in backends and (case is None or way.runs(case))
     ]
 
 
-# What interpreters are given in every test run. They take the other cases where there are minutes to spend.
+# What every test run does. The other cases are for where there are minutes to spend.
 QUICK = (
     "decode_d64_kv2_g4_b16_f32",
     "decode_d32_kv2_g2_b16_f32_sinks_cap_5_window_60",
@@ -66,15 +71,20 @@ QUICK = (
 )
 
 
-def batches_of(backends: Mapping[str, Callable], cases: tuple[AttentionCase, ...]) -> list:
-    """Test parameters (way, case, batch): every batch of every case, in every way that can do it."""
+def batches_of(
+    backends: Mapping[str, Callable], cases: tuple[AttentionCase, ...], *, always: tuple[str, ...] = ()
+) -> list:
+    """Test parameters (way, case, batch): every batch of every case, in every way that can do it.
+
+    Cases that are not among the quick ones are marked slow, but for the backends `always`.
+    """
     return [
         pytest.param(
             *way.values,
             case,
             batch,
             id=f"{case.name}-{batch}-{way.id}",
-            marks=() if way.id == "xla" or case.name in QUICK else pytest.mark.slow,
+            marks=() if case.name in QUICK or way.values[0].backend in always else pytest.mark.slow,
         )
         for case in cases
         for way in ways(backends, case)
