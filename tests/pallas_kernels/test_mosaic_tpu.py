@@ -33,7 +33,7 @@ MODES = {
         dma_execution_mode="on_wait", uninitialized_memory="zero", out_of_bounds_reads="raise"
     ),
 }
-LIMIT_S = 120.0
+LIMIT_S = 300.0
 BACKEND = "mosaic_tpu_interpret"
 
 
