@@ -93,7 +93,12 @@ def run_job(
             text=True,
             errors="replace",
             # The paths of this process, so that the child finds the job's module wherever it was found here.
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_PLATFORMS": "cpu", **given},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path)),
+                "JAX_PLATFORMS": "cpu",
+                **given,
+            },
             start_new_session=True,
         ) as process:
             try:
