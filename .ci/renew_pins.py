@@ -15,9 +15,9 @@ def main() -> None:
     _, after = rest.split(END)
     PYPROJECT.write_text(before + BEGIN + END + after)
     try:
-        command = "uv pip compile -q --universal --python-version 3.11 --fork-strategy requires-python --group dev"
+        command = "uv pip compile -q --universal --python-version 3.11 --fork-strategy requires-python"
         resolved = subprocess.run(
-            [*command.split(), "--no-annotate", "--no-header", str(PYPROJECT)],
+            [*command.split(), "--group", "dev", "--group", "offline", "--no-annotate", "--no-header", str(PYPROJECT)],
             check=True,
             capture_output=True,
             text=True,

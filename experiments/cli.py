@@ -1,4 +1,4 @@
-"""`python -m experiments {list,run,report,doctor}`.
+"""`python -m experiments {list,run,report,compile,doctor}`.
 
 Standard output carries tables and, as its last line, one compact JSON; all else goes to standard error. The exit code
 is 0, or 1 if a check of a run failed or the run is unfinished, or 2 if something must be put right first.
@@ -14,6 +14,7 @@ import rich.console
 from experiments import registry
 from experiments.errors import UserError
 
+COMPILE_USAGE = "python -m experiments compile {CONFIG.yaml | KERNEL/CASE} [--out FILE.json] [--dotted.key VALUE ...]"
 RUN_USAGE = "python -m experiments run CONFIG.yaml [--out_dir runs] [--seed N] [--dotted.key VALUE ...]"
 
 
@@ -42,19 +43,22 @@ def main(argv: Sequence[str] | None = None, experiments: Mapping[str, str] = reg
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments", allow_abbrev=False, description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{list,run,report,doctor}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{list,run,report,compile,doctor}")
     for verb, words in (
         ("list", "the experiments, their configs and their runs"),
         ("run", "run a config, or resume its unfinished run"),
         ("report", "print a run's table again and rewrite its report.html"),
+        ("compile", "compile kernels for devices that are not there, and hold them to limits"),
         ("doctor", "what this machine can run, and what is missing"),
     ):
-        usage = RUN_USAGE if verb == "run" else None
+        usage = {"run": RUN_USAGE, "compile": COMPILE_USAGE}.get(verb)
         sub = verbs.add_parser(
             verb, help=words, description=words, usage=usage, allow_abbrev=False, add_help=verb != "run"
         )
         if verb == "report":
             sub.add_argument("run_dir", type=pathlib.Path)
+        elif verb == "compile":
+            sub.add_argument("--out", type=pathlib.Path, help="a file for the results, as JSON")
         else:
             sub.add_argument("--out_dir", type=pathlib.Path, default=pathlib.Path("runs"), help="where runs are kept")
     return parser
@@ -83,6 +87,13 @@ def _dispatch(
             raise UserError(f"run needs one config, got {len(paths)}: {RUN_USAGE}")
         loaded = run.load(pathlib.Path(paths[0]), overrides, experiments)
         return run.show_help(loaded, console) if wants_help else run.run(loaded, options.out_dir, argv, console)
+    if options.verb == "compile":
+        from experiments import compile as compiling
+
+        paths, overrides = parse_overrides(rest)
+        if len(paths) != 1:
+            raise UserError(f"compile needs one config or one KERNEL/CASE, got {len(paths)}: {COMPILE_USAGE}")
+        return compiling.command(paths[0], overrides, options.out, console)
     if rest:
         raise UserError(f"{options.verb} does not take {' '.join(rest)}")
     if options.verb == "report":

@@ -40,7 +40,9 @@ from experiments.errors import UserError, did_you_mean
 EXPERIMENTS: Mapping[str, str] = {
     "allocator_bench": "experiments.allocator_bench",
     "capacity": "experiments.capacity",
+    "compile": "experiments.compile",
     "fuzz": "experiments.fuzz",
+    "kernel_bench": "experiments.kernel_bench",
     "paged_vs_contiguous": "experiments.paged_vs_contiguous",
     "parallel_sampling": "experiments.parallel_sampling",
     "prefix_sharing": "experiments.prefix_sharing",

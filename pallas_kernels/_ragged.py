@@ -1,19 +1,23 @@
-"""The contract of a ragged batch: what is checked on the host, and what becomes of a row that breaks it.
-
-Sequence s owns the query tokens `[cu_q_lens[s], cu_q_lens[s + 1])`; its j-th query has position
-`kv_lens[s] - q_len + j` and sees every position up to its own. Shapes and dtypes are known on the host and are
-checked there. Lengths are values inside a compiled program, where nothing can be raised: a sequence whose
-lengths cannot be right gets NaN, so that the fault shows where it is and nowhere else.
-"""
+"""What every attention over a ragged batch checks on the host: shapes, dtypes and options, each refused by name."""
 
 import math
+from typing import TypedDict
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
 
 FLOATS = ("float32", "bfloat16", "float16")
+CACHED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8")
 MAX_INT32 = 2**31 - 1
+
+
+class Options(TypedDict):
+    """The static options of a call, defaults filled in."""
+
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    return_lse: bool
+    max_q_len: int
 
 
 def require(condition: bool, argument: str, expected: str, got: object) -> None:
@@ -30,6 +34,31 @@ def check_array(argument: str, array: jax.Array, axes: tuple[str, ...], dtypes: 
     require(array.dtype.name in dtypes, argument, f"of dtype {' or '.join(dtypes)}", array.dtype.name)
 
 
+def check_options(
+    q: jax.Array,
+    *,
+    scale: float | None,
+    window: int | None,
+    soft_cap: float | None,
+    return_lse: bool,
+    max_q_len: int | None,
+) -> Options:
+    """Checks the static options and fills in their defaults: head_dim**-0.5 and the number of tokens."""
+    check_array("q", q, ("tokens", "q_heads", "head_dim"), FLOATS)
+    tokens, _, head_dim = q.shape
+    require(scale is None or math.isfinite(scale), "scale", "None or finite", scale)
+    require(window is None or 1 <= window <= MAX_INT32, "window", "None or at least 1 (the token itself)", window)
+    require(soft_cap is None or 0 < soft_cap < math.inf, "soft_cap", "None or positive and finite", soft_cap)
+    require(max_q_len is None or max_q_len >= 1, "max_q_len", "None or at least 1", max_q_len)
+    return Options(
+        scale=head_dim**-0.5 if scale is None else scale,
+        window=window,
+        soft_cap=soft_cap,
+        return_lse=return_lse,
+        max_q_len=tokens if max_q_len is None else max_q_len,
+    )
+
+
 def check_ragged(
     q: jax.Array,
     k: jax.Array,
@@ -37,57 +66,48 @@ def check_ragged(
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
     *,
-    scale: float | None,
-    max_q_len: int | None,
-) -> tuple[float, int]:
-    """Checks what every attention over stored keys shares; `k` and `v` end in `[kv_heads, head_dim]`.
-
-    Returns:
-      `scale` and `max_q_len` with their defaults filled in: head_dim**-0.5 and the number of tokens.
-    """
-    check_array("q", q, ("tokens", "q_heads", "head_dim"), FLOATS)
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+    k_new: jax.Array | None,
+    v_new: jax.Array | None,
+    sinks: jax.Array | None,
+) -> None:
+    """Checks the arrays that attention over blocks and over ranges share; `k` and `v` end in [kv_heads, head_dim]."""
     check_array("kv_lens", kv_lens, ("seqs",), ("int32",))
     check_array("cu_q_lens", cu_q_lens, ("seqs + 1",), ("int32",))
     tokens, q_heads, head_dim = q.shape
     kv_heads, seqs, slots = k.shape[-2], kv_lens.shape[0], math.prod(k.shape[:-2])
     require(v.shape == k.shape, "v", f"of k's shape {tuple(k.shape)}", f"shape {tuple(v.shape)}")
+    require(v.dtype == k.dtype, "v", f"of k's dtype {k.dtype.name}", v.dtype.name)
     require(k.shape[-1] == head_dim, "k", f"of q's head_dim {head_dim}", f"shape {tuple(k.shape)}")
     require(q_heads % kv_heads == 0, "q_heads", f"a multiple of kv_heads {kv_heads}", q_heads)
     require(slots <= MAX_INT32, "k", f"of at most {MAX_INT32} slots, since slot ids are int32", slots)
     require(cu_q_lens.shape[0] == seqs + 1, "cu_q_lens", f"of length seqs + 1 = {seqs + 1}", cu_q_lens.shape[0])
-    require(max_q_len is None or max_q_len >= 1, "max_q_len", "None or at least 1", max_q_len)
-    require(scale is None or math.isfinite(scale), "scale", "None or finite", scale)
-    return (head_dim**-0.5 if scale is None else scale), (tokens if max_q_len is None else max_q_len)
+
+    check_scales("k_scale", k_scale, k.shape[:-1])
+    check_scales("v_scale", v_scale, k.shape[:-1])
+    shapes = [None if scales is None else tuple(scales.shape) for scales in (k_scale, v_scale)]
+    require(shapes[0] == shapes[1], "v_scale", f"of k_scale's shape {shapes[0]}", shapes[1])
+    require((k_new is None) == (v_new is None), "v_new", "given exactly if k_new is", "one of them alone")
+    for argument, new in (("k_new", k_new), ("v_new", v_new)):
+        if new is not None:
+            check_array(argument, new, ("tokens", "kv_heads", "head_dim"), (q.dtype.name,))
+            require(
+                new.shape == (tokens, kv_heads, head_dim),
+                argument,
+                f"of shape [tokens, kv_heads, head_dim] = {(tokens, kv_heads, head_dim)}",
+                tuple(new.shape),
+            )
+    if sinks is not None:
+        check_array("sinks", sinks, ("q_heads",), ("float32",))
+        require(sinks.shape[0] == q_heads, "sinks", f"of length q_heads = {q_heads}", sinks.shape[0])
 
 
-def within_contract(
-    kv_lens: Int32[Array, " seqs"],
-    cu_q_lens: Int32[Array, " seqs+1"],
-    *,
-    max_q_len: int,
-    capacity: int,
-) -> Bool[Array, " seqs"]:
-    """Which sequences have lengths that can be right, as far as each can tell by itself.
-
-    A sequence that holds its own queries (kv_len >= q_len), fits `capacity` positions and keeps to `max_q_len`,
-    or one that holds nothing (kv_len 0), which is how a padded row looks.
-    """
-    q_lens = cu_q_lens[1:] - cu_q_lens[:-1]
-    return ((kv_lens >= q_lens) & (kv_lens <= capacity) & (q_lens <= max_q_len)) | (kv_lens == 0)
-
-
-def climbs(cu_q_lens: Int32[Array, " bounds"], tokens: int) -> Bool[Array, ""]:
-    """Whether the bounds of the sequences rise from 0 to at most `tokens` and never fall."""
-    return (cu_q_lens[0] == 0) & jnp.all(cu_q_lens[:-1] <= cu_q_lens[1:]) & (cu_q_lens[-1] <= tokens)
-
-
-def poison_tokens(
-    out: Float[Array, "tokens q_heads head_dim"],
-    right: Bool[Array, " seqs"],
-    cu_q_lens: Int32[Array, " seqs+1"],
-) -> Float[Array, "tokens q_heads head_dim"]:
-    """NaN for the tokens of sequences that are not `right`, and for all tokens where `cu_q_lens` does not climb."""
-    token_ids = jnp.arange(out.shape[0], dtype=jnp.int32)
-    seq_ids = jnp.searchsorted(cu_q_lens[1:], token_ids, side="right")
-    keep = climbs(cu_q_lens, out.shape[0]) & right.at[seq_ids].get(mode="fill", fill_value=True)
-    return jnp.where(keep[:, None, None], out, jnp.nan)
+def check_scales(argument: str, scales: jax.Array | None, slots_by_head: tuple[int, ...]) -> None:
+    """Raises a ValueError unless `scales` are float32, for a layer, for each KV head, or for each slot and KV head."""
+    if scales is None:
+        return
+    require(scales.dtype.name == "float32", argument, "of dtype float32", scales.dtype.name)
+    shapes = ((), slots_by_head[-1:], tuple(slots_by_head))
+    expected = f"of shape {shapes[0]} (per layer), {shapes[1]} (per head) or {shapes[2]} (per token and head)"
+    require(tuple(scales.shape) in shapes, argument, expected, tuple(scales.shape))

@@ -6,151 +6,177 @@ so the two do the same arithmetic in the same order and their outputs are equal 
 Queries are cut into tiles of one sequence each. A tile reads keys and values `KV_TILE` positions at a time and
 keeps a running maximum, denominator and weighted sum in float32 (online softmax, Milakov and Gimelshein 2018,
 arXiv 1805.02867), so no more than a few tiles of keys exist at once whatever the context. The loops run as often
-as the lengths of the batch ask, not as often as its capacity would allow.
+as the lengths and the window of the batch ask, not as often as its capacity would allow.
 """
 
-import dataclasses
 import typing
 from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
-from pallas_kernels._ragged import poison_tokens, within_contract
+from pallas_kernels._query_tiles import QueryTiles, cut_queries
 
 # Measured on two CPU cores, batches of 16 to 128 tokens at contexts of 500 to 2,048: positions per step of the
 # softmax, queries per tile of a prefill chunk, and tiles that take their steps together. A decode row gets a tile
 # of one query, as it would waste the rest of a larger one (a batch of 30 rows and a chunk of 98 tokens: 30 ms
-# against 46 ms with one tile size of 8).
+# against 46 ms with one tile size of 8). One of at least LONG_KV_TILE positions goes by itself in steps of so many:
+# blocks that lie anywhere then cost 1.1 to 1.2 times a range, against 1.2 to 1.4 times in short steps.
 KV_TILE = 128
+LONG_KV_TILE = 2048
 PREFILL_TILE = 16
 PREFILL_TILES_AT_ONCE = 2
 DECODE_TILES_AT_ONCE = 4
 
 LOWEST = float(jnp.finfo(jnp.float32).min)
 
-# Slot ids of given positions of given sequences; any id outside the pool says that the position has no slot.
-SlotsOf = Callable[[Int32[Array, " tiles"], Int32[Array, " kv_tile"]], Int32[Array, "tiles kv_tile"]]
+# Slot ids of positions `[tiles, kv_tile]` of sequences `[tiles]`; anything for a position past the sequence's end.
+SlotsOf = Callable[[Int32[Array, " tiles"], Int32[Array, "tiles kv_tile"]], Int32[Array, "tiles kv_tile"]]
+Softmax = tuple[
+    Float32[Array, "tiles kv_heads queries"],  # the largest score so far
+    Float32[Array, "tiles kv_heads queries"],  # sum of exp(score - largest)
+    Float32[Array, "tiles kv_heads queries head_dim"],  # the same sum, of values
+]
 
 
-@typing.no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class QueryTiles:
-    """Runs of at most `q_tile` consecutive queries of one sequence; a tile that does not exist has no queries."""
+class Source(typing.NamedTuple):
+    """Keys and values of some positions, and where they lie. A slot that no query sees may hold anything."""
 
-    seq_ids: jax.Array  # i32[tiles]
-    first_tokens: jax.Array  # i32[tiles]; row of q that holds the tile's first query
-    first_positions: jax.Array  # i32[tiles]; position of that query in its sequence
-    num_queries: jax.Array  # i32[tiles]
-    kv_ends: jax.Array  # i32[tiles]; one past the last position that the tile sees, 0 where it does not exist
+    k: Num[Array, "slots kv_heads head_dim"]
+    v: Num[Array, "slots kv_heads head_dim"]
+    k_scale: Float32[Array, "..."] | None  # [], [kv_heads] or [slots, kv_heads]
+    v_scale: Float32[Array, "..."] | None
+    slots_of: SlotsOf
+    capacity: int  # most positions of one sequence
 
 
 def stream_attention(
     q: Float[Array, "tokens q_heads head_dim"],
-    k: Float[Array, "slots kv_heads head_dim"],
-    v: Float[Array, "slots kv_heads head_dim"],
-    slots_of: SlotsOf,
+    stored: Source,
     kv_lens: Int32[Array, " seqs"],
     cu_q_lens: Int32[Array, " seqs+1"],
     *,
+    k_new: Float[Array, "tokens kv_heads head_dim"] | None,
+    v_new: Float[Array, "tokens kv_heads head_dim"] | None,
+    sinks: Float32[Array, " q_heads"] | None,
     scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    return_lse: bool,
     max_q_len: int,
-    capacity: int,
-) -> Float[Array, "tokens q_heads head_dim"]:
-    """Attends every query over the stored positions up to its own.
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"] | None]:
+    """Attends every query over the positions of its window up to its own; lengths and places are legal.
 
     Args:
       q: queries, those of one sequence after those of another.
-      k: keys, every slot of the pool; one that no query sees may hold anything.
-      v: values.
-      slots_of: where the positions of a sequence are stored.
-      kv_lens: positions stored per sequence, those of this batch's queries included.
+      stored: the cache.
+      kv_lens: positions per sequence, those of this batch's queries included; 0 for one that has none.
       cu_q_lens: bounds of the sequences among the tokens.
+      k_new: keys of the tokens, read instead of those that are stored at their positions, or None.
+      v_new: values of the tokens, or None.
+      sinks: a logit for each query head that every softmax has besides those of its keys, or None.
       scale: factor of the logits.
+      window: positions that a query sees, its own included; None for all.
+      soft_cap: the logits become `soft_cap * tanh(logits / soft_cap)`.
+      return_lse: whether the logarithm of the denominators is wanted.
       max_q_len: most queries of one sequence.
-      capacity: most positions that `slots_of` can place for one sequence.
 
     Returns:
-      The output in q's dtype. 0 for tokens of no sequence and of sequences with nothing stored; NaN for a sequence
-      whose lengths break the contract, and for a query that sees a position without a slot.
+      The output in q's dtype and the logarithm; 0 and -inf for tokens of sequences with kv_len 0 and of none.
     """
-    tokens, seqs = q.shape[0], kv_lens.shape[0]
-    right = within_contract(kv_lens, cu_q_lens, max_q_len=max_q_len, capacity=capacity)
-    q_lens = jnp.where(right & (kv_lens > 0), cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    tokens, q_heads, _ = q.shape
+    seqs = kv_lens.shape[0]
+    q_lens = jnp.where(kv_lens > 0, cu_q_lens[1:] - cu_q_lens[:-1], 0)
+    sources = [stored]
+    if k_new is not None and v_new is not None:
+        first_rows = cu_q_lens[:-1] - (kv_lens - q_lens)
 
-    out = jnp.zeros(q.shape, jnp.float32)
-    singles = jnp.where(q_lens == 1, 1, 0)
-    tiles = cut_queries(singles, kv_lens, cu_q_lens, q_tile=1, max_tiles=min(seqs, tokens))
-    out = _attend(out, q, k, v, slots_of, tiles, scale, q_tile=1, at_once=DECODE_TILES_AT_ONCE)
+        def row_of(
+            seq_ids: Int32[Array, " tiles"], positions: Int32[Array, "tiles kv_tile"]
+        ) -> Int32[Array, "tiles kv_tile"]:
+            return first_rows[seq_ids][:, None] + positions
+
+        sources.append(Source(k_new, v_new, None, None, row_of, max_q_len))
+    sink = jnp.full(q_heads, -jnp.inf, jnp.float32) if sinks is None else sinks
+
+    def attend(
+        results: tuple[Array, Array], q_lens: Array, *, q_tile: int, max_tiles: int, at_once: int, long: bool = False
+    ) -> tuple[Array, Array]:
+        tiles = cut_queries(q_lens, kv_lens, cu_q_lens, window=window, q_tile=q_tile, max_tiles=max_tiles)
+        kv_tiles = [(LONG_KV_TILE, KV_TILE) if long else (KV_TILE,), (min(KV_TILE, max_q_len),)]
+        steps = list(zip(sources, kv_tiles, strict=False))
+        return _attend(results, q, steps, tiles, sink, scale, window, soft_cap, q_tile=q_tile, at_once=at_once)
+
+    results = (jnp.zeros(q.shape, jnp.float32), jnp.full((tokens, q_heads), -jnp.inf, jnp.float32))
+    singles, max_singles = jnp.where(q_lens == 1, 1, 0), min(seqs, tokens)
+    short = singles
+    if stored.capacity >= LONG_KV_TILE and (window is None or window >= LONG_KV_TILE):
+        short = jnp.where(kv_lens < LONG_KV_TILE, singles, 0)
+        results = attend(results, singles - short, q_tile=1, max_tiles=max_singles, at_once=1, long=True)
+    results = attend(results, short, q_tile=1, max_tiles=max_singles, at_once=DECODE_TILES_AT_ONCE)
     runs = min(seqs, tokens // 2)
     if max_q_len > 1 and runs > 0:
         q_tile = min(PREFILL_TILE, max_q_len)
         # Each run of n tokens takes ceil(n / q_tile) <= (n + q_tile - 1) / q_tile tiles.
         max_tiles = (tokens + runs * (q_tile - 1)) // q_tile
-        tiles = cut_queries(q_lens - singles, kv_lens, cu_q_lens, q_tile=q_tile, max_tiles=max_tiles)
-        out = _attend(out, q, k, v, slots_of, tiles, scale, q_tile=q_tile, at_once=PREFILL_TILES_AT_ONCE)
-    return poison_tokens(out, right, cu_q_lens).astype(q.dtype)
-
-
-def cut_queries(
-    q_lens: Int32[Array, " seqs"],
-    kv_lens: Int32[Array, " seqs"],
-    cu_q_lens: Int32[Array, " seqs+1"],
-    *,
-    q_tile: int,
-    max_tiles: int,
-) -> QueryTiles:
-    """Cuts `q_lens` queries of each sequence into tiles, those that see the most positions first."""
-    tiles_per_seq = (q_lens + q_tile - 1) // q_tile
-    tile_ends = jnp.cumsum(tiles_per_seq)
-    tile_ids = jnp.arange(max_tiles, dtype=jnp.int32)
-    seq_ids = jnp.searchsorted(tile_ends, tile_ids, side="right").astype(jnp.int32)
-    seq_ids = jnp.minimum(seq_ids, q_lens.shape[0] - 1)
-    skipped = (tile_ids - (tile_ends - tiles_per_seq)[seq_ids]) * q_tile
-    num_queries = jnp.where(tile_ids < tile_ends[-1], jnp.minimum(q_lens[seq_ids] - skipped, q_tile), 0)
-    first_positions = (kv_lens - q_lens)[seq_ids] + skipped
-    tiles = QueryTiles(
-        seq_ids=seq_ids,
-        first_tokens=cu_q_lens[seq_ids] + skipped,
-        first_positions=first_positions,
-        num_queries=num_queries,
-        kv_ends=jnp.where(num_queries > 0, first_positions + num_queries, 0),
-    )
-    # Tiles of like length go together, so none waits long for another, and those that do not exist come last.
-    order = jnp.argsort(tiles.kv_ends, descending=True)
-    return jax.tree.map(lambda field: field[order], tiles)
+        results = attend(results, q_lens - singles, q_tile=q_tile, max_tiles=max_tiles, at_once=PREFILL_TILES_AT_ONCE)
+    out, lse = results
+    return out.astype(q.dtype), lse if return_lse else None
 
 
 def visible_keys(
-    query_positions: Int32[Array, "tiles queries"], positions: Int32[Array, " kv_tile"]
+    query_positions: Int32[Array, "tiles queries"], positions: Int32[Array, "tiles kv_tile"], window: int | None
 ) -> Bool[Array, "tiles 1 queries kv_tile"]:
-    """The causal mask: a query sees the positions up to its own."""
-    return (positions[None, None] <= query_positions[:, :, None])[:, None]
+    """The causal mask: a query sees the `window` positions up to its own, or all of them."""
+    behind = query_positions[:, :, None] - positions[:, None]
+    visible = behind >= 0 if window is None else (behind >= 0) & (behind < window)
+    return visible[:, None]
 
 
 def load_tile(
-    k: Float[Array, "slots kv_heads head_dim"],
-    v: Float[Array, "slots kv_heads head_dim"],
-    slots: Int32[Array, "tiles kv_tile"],
-    used: Bool[Array, "tiles kv_tile"],
-) -> tuple[Float[Array, "tiles kv_heads kv_tile head_dim"], Float[Array, "tiles kv_heads kv_tile head_dim"]]:
+    source: Source, slots: Int32[Array, "tiles kv_tile"], used: Bool[Array, "tiles kv_tile"]
+) -> tuple[Float32[Array, "tiles kv_heads kv_tile head_dim"], Float32[Array, "tiles kv_heads kv_tile head_dim"]]:
     """Keys and values of a step. A value that is not `used` is 0, as its weight of 0 would keep a NaN alive."""
     slots = jnp.where(used, slots, 0)
-    keys, values = (pool.at[slots].get(mode="promise_in_bounds").astype(jnp.float32) for pool in (k, v))
-    values = jnp.where(used[:, :, None, None], values, 0)
+    keys = _load(source.k, source.k_scale, slots)
+    values = jnp.where(used[:, :, None, None], _load(source.v, source.v_scale, slots), 0)
     return keys.swapaxes(1, 2), values.swapaxes(1, 2)
 
 
-def accumulate(
-    state: tuple[Array, Array, Array],
-    scores: Float[Array, "tiles kv_heads queries kv_tile"],
-    values: Float[Array, "tiles kv_heads kv_tile head_dim"],
-) -> tuple[Array, Array, Array]:
-    """One step of the online softmax: (maximum, denominator, weighted sum of values) with more keys seen.
+def _load(
+    pool: Num[Array, "slots kv_heads head_dim"],
+    scales: Float32[Array, "..."] | None,
+    slots: Int32[Array, "tiles kv_tile"],
+) -> Float32[Array, "tiles kv_tile kv_heads head_dim"]:
+    items = pool.at[slots].get(mode="promise_in_bounds").astype(jnp.float32)
+    if scales is None:
+        return items
+    if scales.ndim == 2:
+        scales = scales.at[slots].get(mode="promise_in_bounds")
+    return items * jnp.broadcast_to(scales, items.shape[:-1])[..., None]
 
-    A score of `LOWEST` weighs exactly 0, as every query sees position 0 and so has a larger one from the first step.
+
+def cap(scores: Float32[Array, "*shape"], soft_cap: float | None) -> Float32[Array, "*shape"]:
+    """Scores bounded smoothly by `soft_cap`."""
+    return scores if soft_cap is None else soft_cap * jnp.tanh(scores / soft_cap)
+
+
+def begin(sinks: Float32[Array, "tiles kv_heads queries"], head_dim: int) -> Softmax:
+    """A softmax that has seen its sink and no key; a sink of -inf is none."""
+    maximum = jnp.maximum(sinks, LOWEST)
+    return maximum, jnp.exp(sinks - maximum), jnp.zeros((*sinks.shape, head_dim), jnp.float32)
+
+
+def accumulate(
+    state: Softmax,
+    scores: Float32[Array, "tiles kv_heads queries kv_tile"],
+    values: Float32[Array, "tiles kv_heads kv_tile head_dim"],
+) -> Softmax:
+    """One step of the online softmax, with more keys seen.
+
+    A score of `LOWEST` comes to weigh exactly 0: every query sees at least itself, and the first score above `LOWEST`
+    multiplies by 0 whatever has been summed before.
     """
     maximum, denominator, weighted = state
     new_maximum = jnp.maximum(maximum, jnp.max(scores, axis=-1))
@@ -162,59 +188,77 @@ def accumulate(
 
 
 def _attend(
-    out: Float[Array, "tokens q_heads head_dim"],
+    results: tuple[Float32[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"]],
     q: Float[Array, "tokens q_heads head_dim"],
-    k: Float[Array, "slots kv_heads head_dim"],
-    v: Float[Array, "slots kv_heads head_dim"],
-    slots_of: SlotsOf,
+    sources: list[tuple[Source, tuple[int, ...]]],
     tiles: QueryTiles,
+    sinks: Float32[Array, " q_heads"],
     scale: float,
+    window: int | None,
+    soft_cap: float | None,
     *,
     q_tile: int,
     at_once: int,
-) -> Float[Array, "tokens q_heads head_dim"]:
-    """`out` with the rows of `tiles` filled in, `at_once` tiles at a time and only as many as exist."""
+) -> tuple[Float32[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"]]:
+    """`results` with the rows of `tiles` filled in, `at_once` tiles at a time and only as many as exist.
+
+    Each source comes with the positions that a step takes: of several sizes the largest goes first.
+    """
     tokens, q_heads, head_dim = q.shape
-    slots, kv_heads, _ = k.shape
+    kv_heads = sources[0][0].k.shape[1]
     group = q_heads // kv_heads
     num_tiles = jnp.sum(tiles.num_queries > 0, dtype=jnp.int32)
     padding = -tiles.seq_ids.shape[0] % at_once
     tiles = jax.tree.map(lambda field: jnp.pad(field, (0, padding)).reshape(-1, at_once), tiles)
     offsets = jnp.arange(q_tile, dtype=jnp.int32)[None]
+    sinks = jnp.tile(sinks.reshape(kv_heads, group), (1, q_tile))
+    sinks = jnp.broadcast_to(sinks[None], (at_once, kv_heads, q_tile * group))
 
-    def some_tiles(i: Int32[Array, ""], out: Array) -> Array:
+    def by_kv_head(rows: Array) -> Array:
+        rows = rows.reshape(at_once, q_tile, kv_heads, group, *rows.shape[3:]).swapaxes(1, 2)
+        return rows.reshape(at_once, kv_heads, q_tile * group, *rows.shape[4:])
+
+    def by_token(rows: Array) -> Array:
+        rows = rows.reshape(at_once, kv_heads, q_tile, group, *rows.shape[3:]).swapaxes(1, 2)
+        return rows.reshape(at_once, q_tile, q_heads, *rows.shape[4:])
+
+    def some_tiles(i: Int32[Array, ""], results: tuple[Array, Array]) -> tuple[Array, Array]:
         some = jax.tree.map(lambda field: field[i], tiles)
         rows = jnp.where(offsets < some.num_queries[:, None], some.first_tokens[:, None] + offsets, tokens)
-        queries = q.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32) * scale
-        queries = queries.reshape(at_once, q_tile, kv_heads, group, head_dim).swapaxes(1, 2)
-        queries = queries.reshape(at_once, kv_heads, q_tile * group, head_dim)
+        queries = by_kv_head(q.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32) * scale)
         query_positions = jnp.repeat(some.first_positions[:, None] + offsets, group, axis=1)
 
-        def step(j: Int32[Array, ""], state: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
-            # Seen as changing with j, the pools stay as they are. XLA on a CPU would otherwise gather bfloat16 from a
-            # float32 copy of the whole pool, made ahead of the loop.
-            k_now, v_now, j = jax.lax.optimization_barrier((k, v, j))
-            positions = j * KV_TILE + jnp.arange(KV_TILE, dtype=jnp.int32)
-            slot_ids = slots_of(some.seq_ids, positions)
-            needed = positions[None] < some.kv_ends[:, None]
-            placed = (slot_ids >= 0) & (slot_ids < slots)
-            keys, values = load_tile(k_now, v_now, slot_ids, needed & placed)
-            scores = jnp.einsum("chqd,chtd->chqt", queries, keys, precision=jax.lax.Precision.HIGHEST)
-            scores = jnp.where((needed & ~placed)[:, None, None], jnp.nan, scores)
-            scores = jnp.where(visible_keys(query_positions, positions), scores, LOWEST)
-            return accumulate(state, scores, values)
+        def over(source: Source, kv_tile: int, starts: Array, ends: Array, state: Softmax) -> Softmax:
+            def step(j: Int32[Array, ""], state: Softmax) -> Softmax:
+                # Seen as changing with j, the pools stay as they are. XLA on a CPU would otherwise gather bfloat16 from
+                # a float32 copy of the whole pool, made ahead of the loop.
+                (k, v, k_scale, v_scale), j = jax.lax.optimization_barrier((source[:4], j))
+                positions = starts[:, None] + j * kv_tile + jnp.arange(kv_tile, dtype=jnp.int32)[None]
+                used = positions < ends[:, None]
+                slots = source.slots_of(some.seq_ids, positions)
+                now = source._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
+                keys, values = load_tile(now, slots, used)
+                scores = jnp.einsum("chqd,chtd->chqt", queries, keys, precision=jax.lax.Precision.HIGHEST)
+                visible = visible_keys(query_positions, positions, window) & used[:, None, None]
+                return accumulate(state, jnp.where(visible, cap(scores, soft_cap), LOWEST), values)
 
-        stats = (at_once, kv_heads, q_tile * group)
-        state = (
-            jnp.full(stats, LOWEST, jnp.float32),
-            jnp.zeros(stats, jnp.float32),
-            jnp.zeros((*stats, head_dim), jnp.float32),
-        )
-        steps = (jnp.max(some.kv_ends) + KV_TILE - 1) // KV_TILE
-        _, denominator, weighted = jax.lax.fori_loop(0, steps, step, state)
-        # A query sees at least itself, so only rows that are dropped below can divide by 0.
-        result = (weighted / denominator[..., None]).reshape(at_once, kv_heads, q_tile, group, head_dim)
-        result = result.swapaxes(1, 2).reshape(at_once, q_tile, q_heads, head_dim)
-        return out.at[rows].set(result, mode="drop")
+            steps = (jnp.max(ends - starts) + kv_tile - 1) // kv_tile
+            return jax.lax.fori_loop(0, steps, step, state)
 
-    return jax.lax.fori_loop(0, (num_tiles + at_once - 1) // at_once, some_tiles, out)
+        split = some.kv_ends if len(sources) == 1 else some.num_stored
+        starts = (some.kv_starts, jnp.maximum(some.kv_starts, split))
+        ends = (jnp.minimum(split, some.kv_ends), some.kv_ends)
+        state = begin(sinks, head_dim)
+        for (source, kv_tiles), start, end in zip(sources, starts, ends, strict=False):
+            for kv_tile in kv_tiles:
+                # Whole tiles, but for the last size, which takes what is left.
+                stop = end if kv_tile == kv_tiles[-1] else start + jnp.maximum(end - start, 0) // kv_tile * kv_tile
+                state = over(source, kv_tile, start, stop, state)
+                start = stop
+        maximum, denominator, weighted = state
+        # A query sees at least itself, so only rows that are dropped here can divide by 0.
+        found = (weighted / denominator[..., None], maximum + jnp.log(denominator))
+        out, lse = (old.at[rows].set(by_token(new), mode="drop") for old, new in zip(results, found, strict=True))
+        return out, lse
+
+    return jax.lax.fori_loop(0, (num_tiles + at_once - 1) // at_once, some_tiles, results)

@@ -9,7 +9,12 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 # The order tried when the caller names no backend. An operation that lacks one of them goes on to the next.
-_PREFERRED: Mapping[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("xla",), "tpu": ("xla",)}
+_PREFERRED: Mapping[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("mosaic_tpu", "xla")}
+
+
+def preferred(backends: Mapping[str, Callable[..., object]]) -> list[str]:
+    """The names of an operation's backends that are tried in turn on this platform if the caller names none."""
+    return [name for name in _PREFERRED.get(jax.default_backend(), ("xla",)) if name in backends]
 
 
 def dispatch(
@@ -41,7 +46,7 @@ def dispatch(
       ValueError: `backend` is an empty list, or the only backend asked refuses the call.
     """
     if backend is None:
-        backend = [name for name in _PREFERRED.get(jax.default_backend(), ("xla",)) if name in backends]
+        backend = preferred(backends)
     names = [backend] if isinstance(backend, str) else list(backend)
     if not names:
         raise ValueError(f"{op}: backend must be None, a name or a non-empty list of names of {list(backends)}")

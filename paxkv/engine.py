@@ -307,7 +307,7 @@ def _forward(
         slots = memory.slots(scheduled.memory, batch.row, batch.position)
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-            k_slots, v_slots = kv_write(cache.k[layer], cache.v[layer], k, v, slots)
+            k_slots, v_slots, *_ = kv_write(cache.k[layer], cache.v[layer], k, v, slots)
             out = memory.attend(
                 scheduled.memory,
                 q,

@@ -1,5 +1,6 @@
 """Signatures, checks and choice of backend of copying and filling whole blocks."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import jax
@@ -8,11 +9,23 @@ import numpy as np
 from jaxtyping import Array, Int32, Shaped
 
 from pallas_kernels._ragged import MAX_INT32, require
-from pallas_kernels.block_copy import reference
+from pallas_kernels.block_copy import mosaic_tpu, reference, triton
 from pallas_kernels.dispatch import dispatch
 
-COPY_BACKENDS: Mapping[str, Callable[..., jax.Array]] = {"xla": reference.block_copy}
-COPY_BETWEEN_BACKENDS: Mapping[str, Callable[..., jax.Array]] = {"xla": reference.block_copy_between}
+COPY_BACKENDS: Mapping[str, Callable[..., jax.Array]] = {
+    "mosaic_tpu": mosaic_tpu.block_copy,
+    "mosaic_tpu_interpret": mosaic_tpu.block_copy_interpreted,
+    "triton": triton.block_copy,
+    "triton_interpret": functools.partial(triton.block_copy, interpret=True),
+    "xla": reference.block_copy,
+}
+COPY_BETWEEN_BACKENDS: Mapping[str, Callable[..., jax.Array]] = {
+    "mosaic_tpu": mosaic_tpu.block_copy_between,
+    "mosaic_tpu_interpret": mosaic_tpu.block_copy_between_interpreted,
+    "triton": triton.block_copy_between,
+    "triton_interpret": functools.partial(triton.block_copy_between, interpret=True),
+    "xla": reference.block_copy_between,
+}
 FILL_BACKENDS: Mapping[str, Callable[..., jax.Array]] = {"xla": reference.fill_blocks}
 
 

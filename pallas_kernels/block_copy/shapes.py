@@ -1,11 +1,24 @@
-"""Named cases of copying blocks, shared by tests and benchmarks."""
+"""Named cases of copying blocks, shared by tests, benchmarks and compile checks."""
 
 import dataclasses
+
+from pallas_kernels.paged_attention.shapes import Platform
 
 
 @dataclasses.dataclass(frozen=True)
 class CopyCase:
-    """Static sizes of a call: `pairs` places in a list over a pool of `num_blocks`, each slot holding one `item`."""
+    """Static sizes of a call: `pairs` places in a list over a pool of `num_blocks`, each slot holding one `item`.
+
+    Attributes:
+      name: unique among the cases.
+      num_blocks: of the pool.
+      block_size: slots per block.
+      pairs: places in the list.
+      item: shape of what a slot holds.
+      dtype: its dtype.
+      offline: whether the case is compiled for devices that are not there.
+      platforms: where the case can run.
+    """
 
     name: str
     num_blocks: int
@@ -13,6 +26,8 @@ class CopyCase:
     pairs: int
     item: tuple[int, ...]
     dtype: str
+    offline: bool = False
+    platforms: tuple[Platform, ...] = ("cpu", "gpu", "tpu")
 
 
 CASES: tuple[CopyCase, ...] = (
@@ -25,4 +40,8 @@ CASES: tuple[CopyCase, ...] = (
     CopyCase("block7_d5_kv3_float8_e4m3fn", 13, 7, 8, (3, 5), "float8_e4m3fn"),
     CopyCase("scale_of_each_slot_and_head", 24, 16, 12, (2,), "float32"),
     CopyCase("scale_of_each_block", 24, 1, 12, (), "bfloat16"),
+    *(
+        CopyCase(f"d128_kv8_b16_{name}", 64 * 256, 16, 64, (8, 128), dtype, offline=True, platforms=("gpu", "tpu"))
+        for name, dtype in (("bf16", "bfloat16"), ("fp8", "float8_e4m3fn"))
+    ),
 )

@@ -1,29 +1,46 @@
 """Signature, checks and choice of backend of attention over contiguous ranges."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels._ragged import FLOATS, check_array, check_ragged, require
-from pallas_kernels.contiguous_attention import reference
+from pallas_kernels._contract import legal_in_ranges, settle
+from pallas_kernels._ragged import CACHED, check_array, check_options, check_ragged, require
+from pallas_kernels.contiguous_attention import mosaic_tpu, reference, triton
 from pallas_kernels.dispatch import dispatch
 
-BACKENDS: Mapping[str, Callable[..., jax.Array]] = {"xla": reference.contiguous_attention}
+BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
+    "mosaic_tpu": mosaic_tpu.contiguous_attention,
+    "mosaic_tpu_interpret": mosaic_tpu.contiguous_attention_interpreted,
+    "triton": triton.contiguous_attention,
+    "triton_interpret": functools.partial(triton.contiguous_attention, interpret=True),
+    "xla": reference.contiguous_attention,
+}
 
 
 def contiguous_attention(
     q: Float[Array, "tokens q_heads head_dim"],
-    k: Float[Array, "slots kv_heads head_dim"],
-    v: Float[Array, "slots kv_heads head_dim"],
+    k: Num[Array, "slots kv_heads head_dim"],
+    v: Num[Array, "slots kv_heads head_dim"],
     starts: Int32[Array, " seqs"],
     kv_lens: Int32[Array, " seqs"],
     cu_q_lens: Int32[Array, " seqs+1"],
     *,
+    k_scale: Float32[Array, "..."] | None = None,
+    v_scale: Float32[Array, "..."] | None = None,
+    k_new: Float[Array, "tokens kv_heads head_dim"] | None = None,
+    v_new: Float[Array, "tokens kv_heads head_dim"] | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float32[Array, " q_heads"] | None = None,
+    return_lse: bool = False,
     max_q_len: int | None = None,
     backend: str | Sequence[str] | None = None,
-) -> Float[Array, "tokens q_heads head_dim"]:
+) -> Float[Array, "tokens q_heads head_dim"] | Any:  # a pair with `return_lse`
     """Causal attention of any mix of decode rows and prefill chunks over one range of slots per sequence.
 
     Position p of sequence s is stored in slot `starts[s] + p` of one flat arena: `starts = row * max_len` reads it
@@ -31,44 +48,51 @@ def contiguous_attention(
     `pallas_kernels.paged_attention.paged_attention`, whose XLA backend gives the same output bit for bit.
 
     A sequence with kv_len 0 may have any start, and ranges may overlap. What cannot be right shows as NaN: in all
-    queries of a sequence with `0 < kv_len < q_len`, more positions than the arena has slots, a negative kv_len or
-    more than `max_q_len` queries; in every query that sees a position outside the arena; in the whole output if
-    `cu_q_lens` does not rise from 0 to at most `tokens`.
+    queries of a sequence with `0 < kv_len < q_len`, a negative kv_len, more than `max_q_len` queries, or a range
+    `[start, start + kv_len)` that leaves the arena; in the whole output if `cu_q_lens` does not rise from 0 to at
+    most `tokens`.
 
     Args:
       q: f32, bf16 or f16 queries of all sequences, one after another.
-      k: f32, bf16 or f16 keys, the arena of one layer.
-      v: values, of k's shape.
+      k: f32, bf16, f16, f8e4m3fn, f8e5m2 or int8 keys, the arena of one layer.
+      v: values, of k's shape and dtype.
       starts: first slot of each sequence.
       kv_lens: tokens stored per sequence, this call's included; 0 for a padded row.
       cu_q_lens: where each sequence's queries start, and last where the last one's end. Tokens beyond are padding.
+      k_scale: f32 factor of the stored keys: [] for the layer, [kv_heads], or [slots, kv_heads].
+      v_scale: that of the stored values, of k_scale's shape.
+      k_new: keys of this call's tokens in q's dtype, read in place of what is stored at their positions, never scaled.
+      v_new: values of this call's tokens, given with `k_new`.
       scale: factor of the logits, head_dim**-0.5 if None. Static under jit.
+      window: positions that a query sees, its own included; all if None. Static under jit.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, if given. Static under jit.
+      sinks: a logit for each query head that takes part in every softmax of its head and contributes no value.
+      return_lse: also return the logarithms of the softmax denominators. Static under jit.
       max_q_len: most queries that one sequence has, 1 for a decode batch; `tokens` if None. Static under jit.
       backend: None for what suits the platform, a backend's name, or names to try in turn. Static under jit.
 
     Returns:
-      The attention output in q's dtype; exactly 0 for tokens of no sequence and of sequences with kv_len 0.
+      The attention output in q's dtype; exactly 0 for tokens of no sequence and of sequences with kv_len 0. With
+      `return_lse` a pair of it and the natural logarithms of the denominators, f32[tokens, q_heads], sinks included;
+      -inf for those tokens.
 
     Raises:
       ValueError: a shape, dtype or option is wrong; the message names it.
       NotImplementedError: no backend asked for exists or can do this call.
     """
-    check_array("k", k, ("slots", "kv_heads", "head_dim"), FLOATS)
-    check_array("v", v, ("slots", "kv_heads", "head_dim"), FLOATS)
+    check_array("k", k, ("slots", "kv_heads", "head_dim"), CACHED)
+    check_array("v", v, ("slots", "kv_heads", "head_dim"), CACHED)
     check_array("starts", starts, ("seqs",), ("int32",))
-    scale, max_q_len = check_ragged(q, k, v, kv_lens, cu_q_lens, scale=scale, max_q_len=max_q_len)
+    options = check_options(
+        q, scale=scale, window=window, soft_cap=soft_cap, return_lse=return_lse, max_q_len=max_q_len
+    )
+    extras = {"k_scale": k_scale, "v_scale": v_scale, "k_new": k_new, "v_new": v_new, "sinks": sinks}
+    check_ragged(q, k, v, kv_lens, cu_q_lens, **extras)
     seqs = kv_lens.shape[0]
     require(starts.shape[0] == seqs, "starts", f"of length {seqs}, as kv_lens", starts.shape[0])
-    return dispatch(
-        "contiguous_attention",
-        BACKENDS,
-        backend,
-        q,
-        k,
-        v,
-        starts,
-        kv_lens,
-        cu_q_lens,
-        scale=scale,
-        max_q_len=max_q_len,
+    starts, batch = legal_in_ranges(
+        starts, kv_lens, cu_q_lens, tokens=q.shape[0], slots=k.shape[0], max_q_len=options["max_q_len"]
     )
+    arrays = (q, k, v, starts, batch.kv_lens, batch.cu_q_lens)
+    out, lse = settle(*dispatch("contiguous_attention", BACKENDS, backend, *arrays, **extras, **options), batch)
+    return out if lse is None else (out, lse)

@@ -1,48 +1,79 @@
 """Signature, checks and choice of backend of writing keys and values."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float32, Int32, Num
 
-from pallas_kernels._ragged import MAX_INT32, check_array, require
+from pallas_kernels._ragged import CACHED, FLOATS, MAX_INT32, check_array, check_scales, require
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.kv_write import reference
+from pallas_kernels.kv_write import mosaic_tpu, reference, triton
+from pallas_kernels.kv_write.quantise import Quantised, quantise, quantise_by_token
 
-BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, jax.Array]]] = {"xla": reference.kv_write}
+BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, ...]]] = {
+    "mosaic_tpu": mosaic_tpu.kv_write,
+    "mosaic_tpu_interpret": mosaic_tpu.kv_write_interpreted,
+    "triton": triton.kv_write,
+    "triton_interpret": functools.partial(triton.kv_write, interpret=True),
+    "xla": reference.kv_write,
+}
+
+
+class Written(NamedTuple):
+    """The pools of one layer after a write, and what was lost in it."""
+
+    k: Num[Array, "slots kv_heads head_dim"]
+    v: Num[Array, "slots kv_heads head_dim"]
+    k_scale: Float32[Array, "..."] | None  # as given, or with the scales of the tokens that were stored
+    v_scale: Float32[Array, "..."] | None
+    clipped: Int32[Array, ""]  # values of stored tokens that lost more than rounding
+    dropped: Int32[Array, ""]  # tokens that were not stored and are not padding
 
 
 def kv_write(
-    k_pool: Float[Array, "slots kv_heads head_dim"],
-    v_pool: Float[Array, "slots kv_heads head_dim"],
-    k_new: Float[Array, "tokens kv_heads head_dim"],
-    v_new: Float[Array, "tokens kv_heads head_dim"],
+    k_pool: Num[Array, "slots kv_heads head_dim"],
+    v_pool: Num[Array, "slots kv_heads head_dim"],
+    k_new: Num[Array, "tokens kv_heads head_dim"],
+    v_new: Num[Array, "tokens kv_heads head_dim"],
     slots: Int32[Array, " tokens"],
     *,
+    k_scale: Float32[Array, "..."] | None = None,
+    v_scale: Float32[Array, "..."] | None = None,
     backend: str | Sequence[str] | None = None,
-) -> tuple[Float[Array, "slots kv_heads head_dim"], Float[Array, "slots kv_heads head_dim"]]:
+) -> Written:
     """Stores each token's key and value in its slot and leaves every other slot as it is, bit for bit.
 
-    Inside a jitted function whose pools are donated the write is in place. A token whose slot is negative or not
-    below `slots` is not stored, never clamped or wrapped to another: padded tokens carry the number of slots. Two
-    tokens of one call must not share a slot, as either may win.
+    Inside a jitted function whose pools are donated the write is in place. A padded token carries the number of slots
+    and is not stored. Nor is one with any other slot that is negative or not below `slots`, never clamped or
+    wrapped to another; it is counted. Two tokens of one call must not share a slot, as either may win.
 
-    A pool keeps its dtype. Values of another one are converted if the pool is at least 16 bits wide and reaches as
-    far: to float32 exactly, to bfloat16 rounded to nearest even. Conversions that could overflow (bfloat16 or
-    float32 into float16) and those into 8 bits, which need a scale, are refused; 8-bit values go into a pool of
-    their own dtype.
+    Without scales a pool takes values of its own dtype, bit for bit, and converts others if it is at least 16 bits wide
+    and reaches as far: to float32 exactly, to bfloat16 rounded to nearest even.
+
+    With scales a pool holds what, times its scale, is nearest to the new values, ties to even. A value past the
+    dtype's largest (448 for e4m3fn, 57,344 for e5m2, 127 for int8) is stored as that, with its sign, and counted.
+
+    - Given scales, for the layer or for each head, are divided by. A NaN is counted; float pools hold it, int8 holds 0.
+    - Scales of each slot and head are written: the largest absolute value over the dtype's largest, so that nothing is
+      clipped. They are 0 where all values are 0 (or so small that the scale would be no normal number), which
+      reads as 0. A head with a NaN or an infinity, which is counted, gets the scale NaN, so that whoever reads it sees.
 
     Args:
-      k_pool: keys of one layer; blocks and ranges alike are runs of its slots.
+      k_pool: keys of one layer, f32, bf16, f16, f8e4m3fn, f8e5m2 or int8; blocks and ranges are runs of its slots.
       v_pool: values, of k_pool's shape.
       k_new: new keys, after RoPE.
       v_new: new values.
       slots: where each token goes.
+      k_scale: f32 scale of stored keys: [] for the layer and [kv_heads], which are given, or [slots, kv_heads], which
+        are written.
+      v_scale: that of stored values, of k_scale's shape.
       backend: None for what suits the platform, a backend's name, or names to try in turn. Static under jit.
 
     Returns:
-      The two pools.
+      The pools, the scales, and the counts.
 
     Raises:
       ValueError: a shape or dtype is wrong or a conversion is refused; the message names it.
@@ -52,23 +83,64 @@ def kv_write(
     num_slots, *head_shape = k_pool.shape
     pools, news = {"k_pool": k_pool, "v_pool": v_pool}, {"k_new": k_new, "v_new": v_new}
     for (pool_name, pool), (new_name, new) in zip(pools.items(), news.items(), strict=True):
-        check_array(pool_name, pool, ("slots", "kv_heads", "head_dim"), (pool.dtype.name,))
+        check_array(pool_name, pool, ("slots", "kv_heads", "head_dim"), CACHED)
         require(pool.shape == k_pool.shape, pool_name, f"of k_pool's shape {k_pool.shape}", f"shape {pool.shape}")
         expected = (slots.shape[0], *head_shape)
         require(new.shape == expected, new_name, f"of shape [tokens, kv_heads, head_dim] = {expected}", new.shape)
-        require(
-            _converts(new.dtype, pool.dtype),
-            new_name,
-            f"of a dtype that {pool.dtype.name} slots can take (the same, or one whose range 16 bits or more cover; "
-            f"quantise or cast it before)",
-            new.dtype.name,
-        )
+        if k_scale is None:
+            require(
+                _converts(new.dtype, pool.dtype),
+                new_name,
+                f"of a dtype that {pool.dtype.name} slots can take without a scale (the same, or one whose range 16 "
+                f"bits or more cover)",
+                new.dtype.name,
+            )
+        else:
+            check_array(new_name, new, ("tokens", "kv_heads", "head_dim"), FLOATS)
     require(num_slots <= MAX_INT32, "k_pool", f"of at most {MAX_INT32} slots, since slot ids are int32", num_slots)
-    return dispatch("kv_write", BACKENDS, backend, k_pool, v_pool, k_new, v_new, slots)
+    check_scales("k_scale", k_scale, k_pool.shape[:-1])
+    check_scales("v_scale", v_scale, k_pool.shape[:-1])
+    shapes = [None if scales is None else tuple(scales.shape) for scales in (k_scale, v_scale)]
+    require(shapes[0] == shapes[1], "v_scale", f"of k_scale's shape {shapes[0]}", shapes[1])
+
+    pools = (k_pool, v_pool) + ((k_scale, v_scale) if shapes[0] and len(shapes[0]) == 2 else ())
+    rows, places, clipped, dropped = _prepare(k_pool, v_pool, k_new, v_new, slots, k_scale, v_scale)
+    stored = dispatch("kv_write", BACKENDS, backend, pools, rows, places)
+    if len(stored) == 4:
+        k_scale, v_scale = stored[2:]
+    return Written(stored[0], stored[1], k_scale, v_scale, clipped, dropped)
+
+
+@jax.jit
+def _prepare(
+    k_pool: jax.Array,
+    v_pool: jax.Array,
+    k_new: jax.Array,
+    v_new: jax.Array,
+    slots: Int32[Array, " tokens"],
+    k_scale: jax.Array | None,
+    v_scale: jax.Array | None,
+) -> tuple[tuple[jax.Array, ...], Int32[Array, " tokens"], Int32[Array, ""], Int32[Array, ""]]:
+    """What is stored in each pool, in which slots (one past the end: nowhere), and the counts of what is lost."""
+    num_slots = k_pool.shape[0]
+    stores = (slots >= 0) & (slots < num_slots)
+    places = jnp.where(stores, slots, num_slots)
+    dropped = jnp.sum(~stores & (slots != num_slots), dtype=jnp.int32)
+    if k_scale is None or v_scale is None:
+        return (k_new.astype(k_pool.dtype), v_new.astype(v_pool.dtype)), places, jnp.int32(0), dropped
+    k = _quantise(k_new, k_pool.dtype, k_scale)
+    v = _quantise(v_new, v_pool.dtype, v_scale)
+    scales = () if k.scale is None or v.scale is None else (k.scale, v.scale)
+    clipped = jnp.sum(jnp.where(stores, k.clipped + v.clipped, 0), dtype=jnp.int32)
+    return (k.stored, v.stored, *scales), places, clipped, dropped
+
+
+def _quantise(new: jax.Array, dtype: jnp.dtype, scale: jax.Array) -> Quantised:
+    return quantise_by_token(new, dtype) if scale.ndim == 2 else quantise(new, dtype, scale)
 
 
 def _converts(new: jnp.dtype, pool: jnp.dtype) -> bool:
-    """Whether values of dtype `new` may be stored as `pool`: see `kv_write`."""
+    """Whether values of dtype `new` may be stored as `pool` without a scale: see `kv_write`."""
     if new == pool:
         return True
     if not (jnp.issubdtype(new, jnp.floating) and jnp.issubdtype(pool, jnp.floating)):

@@ -1,31 +1,32 @@
-"""Writing keys and values in XLA: one scatter per pool, in place where the pool is donated."""
+"""Storing rows in XLA: one scatter per pool, in place where the pool is donated."""
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Int32, Shaped
 
 
 @jax.jit
 def kv_write(
-    k_pool: Float[Array, "slots kv_heads head_dim"],
-    v_pool: Float[Array, "slots kv_heads head_dim"],
-    k_new: Float[Array, "tokens kv_heads head_dim"],
-    v_new: Float[Array, "tokens kv_heads head_dim"],
+    pools: tuple[Shaped[Array, "slots ..."], ...],
+    rows: tuple[Shaped[Array, "tokens ..."], ...],
     slots: Int32[Array, " tokens"],
-) -> tuple[Float[Array, "slots kv_heads head_dim"], Float[Array, "slots kv_heads head_dim"]]:
-    """See `pallas_kernels.kv_write.kv_write`."""
-    # A negative index would count from the end of the pool.
-    slots = jnp.where(slots < 0, k_pool.shape[0], slots)
-    return _write(k_pool, k_new, slots), _write(v_pool, v_new, slots)
+) -> tuple[Shaped[Array, "slots ..."], ...]:
+    """Stores row t of each of `rows` in slot `slots[t]` of its pool; a slot past the end stores nothing.
+
+    Args:
+      pools: keys, values, and where tokens have scales of their own, those of keys and of values.
+      rows: what is stored in each, of the pool's dtype.
+      slots: in `[0, slots]`.
+
+    Returns:
+      The pools.
+    """
+    return tuple(_write(pool, new, slots) for pool, new in zip(pools, rows, strict=True))
 
 
-def _write(
-    pool: Float[Array, "slots kv_heads head_dim"],
-    new: Float[Array, "tokens kv_heads head_dim"],
-    slots: Int32[Array, " tokens"],
-) -> Float[Array, "slots kv_heads head_dim"]:
-    new = new.astype(pool.dtype)
-    if pool.dtype in (jnp.float32, jnp.float16):
+def _write(pool: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    in_place_on_cpu = not jnp.issubdtype(pool.dtype, jnp.floating) or pool.dtype in (jnp.float32, jnp.float16)
+    if in_place_on_cpu:
         return _scatter(pool, new, slots)
     return jax.lax.platform_dependent(pool, new, slots, cpu=_select, default=_scatter)
 

@@ -1,29 +1,46 @@
 """Signature, checks and choice of backend of paged attention."""
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels._ragged import FLOATS, MAX_INT32, check_array, check_ragged, require
+from pallas_kernels._contract import legal_in_blocks, settle
+from pallas_kernels._ragged import CACHED, MAX_INT32, check_array, check_options, check_ragged, require
 from pallas_kernels.dispatch import dispatch
-from pallas_kernels.paged_attention import reference
+from pallas_kernels.paged_attention import mosaic_tpu, reference, triton
 
-BACKENDS: Mapping[str, Callable[..., jax.Array]] = {"xla": reference.paged_attention}
+BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
+    "mosaic_tpu": mosaic_tpu.paged_attention,
+    "mosaic_tpu_interpret": mosaic_tpu.paged_attention_interpreted,
+    "triton": triton.paged_attention,
+    "triton_interpret": functools.partial(triton.paged_attention, interpret=True),
+    "xla": reference.paged_attention,
+}
 
 
 def paged_attention(
     q: Float[Array, "tokens q_heads head_dim"],
-    k: Float[Array, "blocks block_size kv_heads head_dim"],
-    v: Float[Array, "blocks block_size kv_heads head_dim"],
+    k: Num[Array, "blocks block_size kv_heads head_dim"],
+    v: Num[Array, "blocks block_size kv_heads head_dim"],
     block_tables: Int32[Array, "seqs blocks_per_seq"],
     kv_lens: Int32[Array, " seqs"],
     cu_q_lens: Int32[Array, " seqs+1"],
     *,
+    k_scale: Float32[Array, "..."] | None = None,
+    v_scale: Float32[Array, "..."] | None = None,
+    k_new: Float[Array, "tokens kv_heads head_dim"] | None = None,
+    v_new: Float[Array, "tokens kv_heads head_dim"] | None = None,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Float32[Array, " q_heads"] | None = None,
+    return_lse: bool = False,
     max_q_len: int | None = None,
     backend: str | Sequence[str] | None = None,
-) -> Float[Array, "tokens q_heads head_dim"]:
+) -> Float[Array, "tokens q_heads head_dim"] | Any:  # a pair with `return_lse`
     """Causal attention of any mix of decode rows and prefill chunks over keys and values stored in blocks.
 
     Position p of sequence s is stored in slot `p % block_size` of block `block_tables[s, p // block_size]`.
@@ -31,47 +48,68 @@ def paged_attention(
     stored, and each sees the positions up to its own. Query head h reads KV head `h // (q_heads // kv_heads)`.
     Logits and sums are float32 whatever the inputs.
 
-    Table entries past the blocks that a sequence uses may hold any number, slots and blocks that no query sees
-    may hold NaN, and one block may serve many sequences. What cannot be right in the values given, and so cannot
-    raise, shows as NaN: in all queries of a sequence with `0 < kv_len < q_len`, with more positions than
-    its table has room for, a negative kv_len or more than `max_q_len` queries; in every query that sees a position
-    whose table entry is not a block id; in the whole output if `cu_q_lens` does not rise from 0 to at most `tokens`.
+    A query's weights are a softmax over `cap(scale * q . k)` for the keys it sees and its head's sink. Stored keys
+    and values stand for what is stored times their scale: of the layer, of the KV head, or of the slot and KV head.
+
+    Table entries past the blocks that a sequence uses may hold any number, as may those of blocks that lie wholly
+    before every window; slots and blocks that no query sees may hold NaN, and so may their scales; one block may serve
+    many sequences. What cannot be right in the values given, and so cannot raise, shows as NaN: in all queries of a
+    sequence with `0 < kv_len < q_len`, with more positions than its table has room for, a negative kv_len or
+    more than `max_q_len` queries; in every query that sees a position whose table entry is not a block id; in the
+    whole output if `cu_q_lens` does not rise from 0 to at most `tokens`.
 
     Args:
       q: f32, bf16 or f16 queries of all sequences, one after another.
-      k: f32, bf16 or f16 keys, the pool of one layer.
-      v: values, of k's shape.
+      k: f32, bf16, f16, f8e4m3fn, f8e5m2 or int8 keys, the pool of one layer.
+      v: values, of k's shape and dtype.
       block_tables: block ids by sequence and order.
       kv_lens: tokens stored per sequence, this call's included; 0 for a padded row.
       cu_q_lens: where each sequence's queries start, and last where the last one's end. Tokens beyond are padding.
+      k_scale: f32 factor of the stored keys: [] for the layer, [kv_heads], or [blocks, block_size, kv_heads].
+      v_scale: that of the stored values, of k_scale's shape.
+      k_new: keys of this call's tokens in q's dtype, read in place of what is stored at their positions and never
+        scaled, so that a token meets itself unrounded. Their slots may hold anything, and their table entries too.
+      v_new: values of this call's tokens, given with `k_new`.
       scale: factor of the logits, head_dim**-0.5 if None. Static under jit.
+      window: positions that a query sees, its own included; all if None. Static under jit.
+      soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, if given. Static under jit.
+      sinks: a logit for each query head that takes part in every softmax of its head, once and uncapped, and
+        contributes no value.
+      return_lse: also return the logarithms of the softmax denominators. Static under jit.
       max_q_len: most queries that one sequence has, 1 for a decode batch; `tokens` if None. Static under jit.
       backend: None for what suits the platform, a backend's name, or names to try in turn. Static under jit.
 
     Returns:
-      The attention output in q's dtype; exactly 0 for tokens of no sequence and of sequences with kv_len 0.
+      The attention output in q's dtype; exactly 0 for tokens of no sequence and of sequences with kv_len 0. With
+      `return_lse` a pair of it and the natural logarithms of the denominators, f32[tokens, q_heads], sinks included;
+      -inf for those tokens.
 
     Raises:
       ValueError: a shape, dtype or option is wrong; the message names it.
       NotImplementedError: no backend asked for exists or can do this call.
     """
-    check_array("k", k, ("blocks", "block_size", "kv_heads", "head_dim"), FLOATS)
-    check_array("v", v, ("blocks", "block_size", "kv_heads", "head_dim"), FLOATS)
+    check_array("k", k, ("blocks", "block_size", "kv_heads", "head_dim"), CACHED)
+    check_array("v", v, ("blocks", "block_size", "kv_heads", "head_dim"), CACHED)
     check_array("block_tables", block_tables, ("seqs", "blocks_per_seq"), ("int32",))
-    scale, max_q_len = check_ragged(q, k, v, kv_lens, cu_q_lens, scale=scale, max_q_len=max_q_len)
+    options = check_options(
+        q, scale=scale, window=window, soft_cap=soft_cap, return_lse=return_lse, max_q_len=max_q_len
+    )
+    extras = {"k_scale": k_scale, "v_scale": v_scale, "k_new": k_new, "v_new": v_new, "sinks": sinks}
+    check_ragged(q, k, v, kv_lens, cu_q_lens, **extras)
     seqs, positions = kv_lens.shape[0], block_tables.shape[1] * k.shape[1]
     require(block_tables.shape[0] == seqs, "block_tables", f"of {seqs} rows, as kv_lens", block_tables.shape[0])
     require(positions <= MAX_INT32, "block_tables", f"wide enough for at most {MAX_INT32} positions", positions)
-    return dispatch(
-        "paged_attention",
-        BACKENDS,
-        backend,
-        q,
-        k,
-        v,
+    tables, batch = legal_in_blocks(
         block_tables,
         kv_lens,
         cu_q_lens,
-        scale=scale,
-        max_q_len=max_q_len,
+        tokens=q.shape[0],
+        blocks=k.shape[0],
+        block_size=k.shape[1],
+        max_q_len=options["max_q_len"],
+        window=window,
+        reads_new=k_new is not None,
     )
+    arrays = (q, k, v, tables, batch.kv_lens, batch.cu_q_lens)
+    out, lse = settle(*dispatch("paged_attention", BACKENDS, backend, *arrays, **extras, **options), batch)
+    return out if lse is None else (out, lse)

@@ -1,43 +1,58 @@
 """Paged attention in XLA: blocks are read as they are needed, the table is never gathered as a whole."""
 
 import jax
-import jax.numpy as jnp
-from jaxtyping import Array, Float, Int32
+from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels._stream import stream_attention
+from pallas_kernels._stream import Source, stream_attention
 
 
-@jax.jit(static_argnames=("scale", "max_q_len"))
+@jax.jit(static_argnames=("scale", "window", "soft_cap", "return_lse", "max_q_len"))
 def paged_attention(
     q: Float[Array, "tokens q_heads head_dim"],
-    k: Float[Array, "blocks block_size kv_heads head_dim"],
-    v: Float[Array, "blocks block_size kv_heads head_dim"],
+    k: Num[Array, "blocks block_size kv_heads head_dim"],
+    v: Num[Array, "blocks block_size kv_heads head_dim"],
     block_tables: Int32[Array, "seqs blocks_per_seq"],
     kv_lens: Int32[Array, " seqs"],
     cu_q_lens: Int32[Array, " seqs+1"],
     *,
+    k_scale: Float32[Array, "..."] | None,
+    v_scale: Float32[Array, "..."] | None,
+    k_new: Float[Array, "tokens kv_heads head_dim"] | None,
+    v_new: Float[Array, "tokens kv_heads head_dim"] | None,
+    sinks: Float32[Array, " q_heads"] | None,
     scale: float,
+    window: int | None,
+    soft_cap: float | None,
+    return_lse: bool,
     max_q_len: int,
-) -> Float[Array, "tokens q_heads head_dim"]:
+) -> tuple[Float[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"] | None]:
     """See `pallas_kernels.paged_attention.paged_attention`."""
-    blocks, block_size, *_ = k.shape
-    slots = blocks * block_size
+    block_size = k.shape[1]
+    capacity = block_tables.shape[1] * block_size
 
-    def slots_of(seq_ids: Int32[Array, " tiles"], positions: Int32[Array, " kv_tile"]) -> Int32[Array, "tiles kv_tile"]:
-        entries = (seq_ids[:, None], (positions // block_size)[None])
-        block_ids = block_tables.at[entries].get(mode="fill", fill_value=blocks)
-        # An id out of range is replaced before it is multiplied: 2**30 times a block size would wrap into range.
-        is_block = (block_ids >= 0) & (block_ids < blocks)
-        return jnp.where(is_block, block_ids * block_size + (positions % block_size)[None], slots)
+    def slots_of(
+        seq_ids: Int32[Array, " tiles"], positions: Int32[Array, "tiles kv_tile"]
+    ) -> Int32[Array, "tiles kv_tile"]:
+        block_ids = block_tables.at[seq_ids[:, None], positions // block_size].get(mode="clip")
+        return block_ids * block_size + positions % block_size
+
+    def by_slot(blocks: Array) -> Array:
+        return blocks.reshape(-1, *blocks.shape[2:])
+
+    def scale_by_slot(scales: Array | None) -> Array | None:
+        return scales if scales is None or scales.ndim < 3 else by_slot(scales)
 
     return stream_attention(
         q,
-        k.reshape(slots, *k.shape[2:]),
-        v.reshape(slots, *v.shape[2:]),
-        slots_of,
+        Source(by_slot(k), by_slot(v), scale_by_slot(k_scale), scale_by_slot(v_scale), slots_of, capacity),
         kv_lens,
         cu_q_lens,
+        k_new=k_new,
+        v_new=v_new,
+        sinks=sinks,
         scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        return_lse=return_lse,
         max_q_len=max_q_len,
-        capacity=block_tables.shape[1] * block_size,
     )

@@ -41,6 +41,21 @@ BOTH = [
     ({"cu_q_lens": ints(2)}, r"cu_q_lens must be of length seqs \+ 1 = 3, got 2"),
     ({"max_q_len": 0}, r"max_q_len must be None or at least 1, got 0"),
     ({"scale": float("nan")}, r"scale must be None or finite, got nan"),
+    ({"window": 0}, r"window must be None or at least 1 \(the token itself\), got 0"),
+    ({"soft_cap": 0.0}, r"soft_cap must be None or positive and finite, got 0.0"),
+    ({"soft_cap": float("inf")}, r"soft_cap must be None or positive and finite, got inf"),
+    ({"sinks": array(2)}, r"sinks must be of length q_heads = 4, got 2"),
+    ({"sinks": array(4, dtype=jnp.bfloat16)}, r"sinks must be of dtype float32, got bfloat16"),
+    ({"k_scale": array(2)}, r"v_scale must be of k_scale's shape \(2,\), got None"),
+    ({"k_scale": array(), "v_scale": array(2)}, r"v_scale must be of k_scale's shape \(\), got \(2,\)"),
+    ({"k_scale": array(3)}, r"k_scale must be of shape \(\) \(per layer\), \(2,\) \(per head\) or .*, got \(3,\)"),
+    ({"v_scale": array(2, dtype=jnp.bfloat16)}, r"v_scale must be of dtype float32, got bfloat16"),
+    ({"k_new": array(5, 2, 8)}, r"v_new must be given exactly if k_new is, got one of them alone"),
+    ({"k_new": array(5, 2, 8), "v_new": array(4, 2, 8)}, r"v_new must be of shape .* = \(5, 2, 8\), got \(4, 2, 8\)"),
+    (
+        {"k_new": array(5, 2, 8, dtype=jnp.bfloat16), "v_new": array(5, 2, 8)},
+        r"k_new must be of dtype float32, got bfloat16",
+    ),
 ]
 
 
@@ -50,6 +65,8 @@ BOTH = [
         *((paged_attention, PAGED, *wrong) for wrong in BOTH),
         (paged_attention, PAGED, {"k": array(6, 2, 8)}, r"k must be \[blocks, block_size, kv_heads, head_dim\]"),
         (paged_attention, PAGED, {"v": array(4, 2, 2, 8)}, r"v must be of k's shape \(3, 2, 2, 8\), got shape"),
+        (paged_attention, PAGED, {"k": ints(3, 2, 2, 8)}, r"k must be of dtype float32 .* or int8, got int32"),
+        (paged_attention, PAGED, {"v": array(3, 2, 2, 8, dtype=jnp.int8)}, r"v must be of k's dtype float32, got int8"),
         (paged_attention, PAGED, {"block_tables": ints(3, 3)}, r"block_tables must be of 2 rows, as kv_lens, got 3"),
         (paged_attention, PAGED, {"block_tables": array(2, 3)}, r"block_tables must be of dtype int32, got float32"),
         *((contiguous_attention, CONTIGUOUS, *wrong) for wrong in BOTH),
@@ -64,5 +81,5 @@ def test_a_wrong_argument_is_named_with_what_was_expected(attention, arguments, 
 
 
 def test_a_missing_backend_is_named():
-    with pytest.raises(NotImplementedError, match=r"paged_attention has no backend 'triton'; it has \['xla'\]"):
-        paged_attention(**PAGED, backend="triton")
+    with pytest.raises(NotImplementedError, match=r"paged_attention has no backend 'cudnn'; it has \[.*'xla'.*\]"):
+        paged_attention(**PAGED, backend="cudnn")

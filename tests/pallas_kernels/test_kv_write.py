@@ -1,5 +1,6 @@
 """Writes against plain Python, bit for bit."""
 
+import functools
 import inspect
 
 import jax
@@ -11,6 +12,10 @@ import pytest
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.kv_write.api import BACKENDS
 from pallas_kernels.kv_write.shapes import CASES, WriteCase
+from tests.pallas_kernels.ways import ways
+
+PLAIN = tuple(case for case in CASES if case.scales == "none" and not case.offline)
+QUANTISED = tuple(case for case in CASES if case.scales != "none" and not case.offline)
 
 DROPPED = (-1, -96, -97, 96, 97, 2**30, 2**31 - 1, -(2**31))
 
@@ -28,11 +33,18 @@ def make_write(case: WriteCase, seed: int):
     news = [(8 * rng.standard_normal(shape)).astype(new_dtype) for _ in range(2)]
     if pool_dtype == new_dtype:
         news = [random_bits(rng, shape, new_dtype) for _ in range(2)]
-    slots = rng.permutation(case.slots)[: case.tokens].astype(np.int32)
-    slots[0], slots[1] = 0, case.slots - 1
+    slots = np.array([0, case.slots - 1, *rng.permutation(np.arange(1, case.slots - 1))], np.int32)[: case.tokens]
     dropped = rng.permutation(np.arange(2, case.tokens))[: len(DROPPED)]
     slots[dropped] = DROPPED
     return pools, news, slots
+
+
+def array(*shape, dtype=jnp.float32):
+    return jnp.zeros(shape, dtype)
+
+
+def ints(*values):
+    return jnp.array(values, jnp.int32)
 
 
 def written(pool, new, slots):
@@ -47,12 +59,16 @@ def bits(array):
     return np.asarray(array).view(np.uint8)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_writes_the_named_slots_and_no_other_bit(case, backend):
+@pytest.mark.parametrize("way", ways(BACKENDS))
+@pytest.mark.parametrize("case", PLAIN, ids=lambda case: case.name)
+def test_writes_the_named_slots_and_no_other_bit(case, way):
     pools, news, slots = make_write(case, 0)
-    out = kv_write(*map(jnp.asarray, (*pools, *news, slots)), backend=backend)
-    for pool, new, result in zip(pools, news, out, strict=True):
+    with way.open():
+        out = kv_write(*map(jnp.asarray, (*pools, *news, slots)), backend=way.backend)
+    assert int(out.dropped) == len(DROPPED) - 1  # one of them is the mark of padding
+    assert int(out.clipped) == 0
+    assert out.k_scale is out.v_scale is None
+    for pool, new, result in zip(pools, news, out[:2], strict=True):
         assert result.dtype == case.pool_dtype
         np.testing.assert_array_equal(bits(result), bits(written(pool, new, slots)))
 
@@ -62,8 +78,151 @@ def test_nothing_is_written_when_every_slot_is_out_of_range():
     pools, news, slots = make_write(case, 1)
     slots[:] = np.resize(np.array(DROPPED), case.tokens)
     out = kv_write(*map(jnp.asarray, (*pools, *news, slots)))
-    for pool, result in zip(pools, out, strict=True):
+    for pool, result in zip(pools, out[:2], strict=True):
         np.testing.assert_array_equal(bits(result), bits(pool))
+
+
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0, "bfloat16": float(jnp.finfo("bfloat16").max)}
+
+
+@functools.cache
+def stored_values(dtype):
+    """Every finite value of a dtype from the least to the greatest, as float64, and its bits."""
+    itemsize = np.dtype(dtype).itemsize
+    bits = np.arange(2 ** (8 * itemsize), dtype=f"uint{8 * itemsize}")
+    with np.errstate(invalid="ignore"):  # those that are NaN
+        values = bits.view(dtype).astype(np.float64)
+    kept = np.isfinite(values) & (np.abs(values) <= LARGEST[dtype]) & ~((values == 0) & np.signbit(values))
+    order = np.argsort(values[kept])
+    return values[kept][order], bits[kept][order]
+
+
+def nearest(scaled, dtype):
+    """The nearest stored values, found among all of them: ties to even, the largest past the end."""
+    values, bits = stored_values(dtype)
+    above = np.clip(np.searchsorted(values, scaled), 1, len(values) - 1)
+    low, high = scaled - values[above - 1], values[above] - scaled
+    upper = (high < low) | ((high == low) & (bits[above] % 2 == 0))
+    return values[np.where(upper, above, above - 1)]
+
+
+def with_scales(case, seed):
+    pools, news, slots = make_write(case, seed)
+    rng = np.random.default_rng(seed)
+    shape = {"layer": (), "head": (case.kv_heads,), "token": (case.slots, case.kv_heads)}[case.scales]
+    # New values have a deviation of 8, so some of them lie past the largest.
+    bound = min(LARGEST[case.pool_dtype], 1e30)
+    scales = [np.asarray(rng.uniform(8, 20, shape) / bound, np.float32) for _ in range(2)]
+    return pools, news, slots, scales
+
+
+def write(pools, news, slots, scales, backend=None):
+    arrays = map(jnp.asarray, (*pools, *news, slots))
+    return kv_write(
+        *arrays, **dict(zip(("k_scale", "v_scale"), map(jnp.asarray, scales), strict=True)), backend=backend
+    )
+
+
+@pytest.mark.parametrize("way", ways(BACKENDS))
+@pytest.mark.parametrize("case", QUANTISED, ids=lambda case: case.name)
+def test_quantised_values_are_the_nearest_and_no_other_bit_changes(case, way):
+    pools, news, slots, scales = with_scales(case, 0)
+    kept = [t for t, slot in enumerate(slots) if 0 <= slot < case.slots]
+    with way.open():
+        out = write(pools, news, slots, scales, way.backend)
+    clipped = 0
+    for pool, new, scale, result, result_scale in zip(pools, news, scales, out[:2], out[2:4], strict=True):
+        new, result, result_scale = new.astype(np.float32), np.asarray(result), np.asarray(result_scale)
+        assert result.dtype == case.pool_dtype
+        np.testing.assert_array_equal(bits(np.delete(result, slots[kept], 0)), bits(np.delete(pool, slots[kept], 0)))
+        if case.scales == "token":
+            np.testing.assert_array_equal(np.delete(result_scale, slots[kept], 0), np.delete(scale, slots[kept], 0))
+            expected_scale = np.abs(new[kept]).max(axis=2) / np.float32(LARGEST[case.pool_dtype])
+            np.testing.assert_allclose(result_scale[slots[kept]], expected_scale, rtol=1e-6)
+            used = result_scale[slots[kept]][..., None]
+        else:
+            np.testing.assert_array_equal(result_scale, scale)
+            used = np.broadcast_to(scale, case.kv_heads)[:, None]
+        scaled = (new[kept] / used).astype(np.float64)
+        # Compilers divide by a quotient in one way or another, so what lies between two values may go to either.
+        either = [nearest(scaled * (1 + sign * 3e-7), case.pool_dtype) for sign in (-1, 1)]
+        stored = result[slots[kept]].astype(np.float64)
+        assert np.all((stored == either[0]) | (stored == either[1]))
+        clipped += int(np.sum(np.abs(scaled) > LARGEST[case.pool_dtype])) if case.scales != "token" else 0
+    assert int(out.clipped) == clipped
+    assert clipped > 0 or case.scales == "token" or case.pool_dtype == "bfloat16"
+    assert int(out.dropped) == len(DROPPED) - 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "values", "expected", "clipped"),
+    [
+        # The cast alone would make NaN of 465 and of -1e9 in e4m3fn, and infinity of 70,000 in e5m2.
+        ("float8_e4m3fn", [448, 449, 464, 465, -1e9, np.inf, 447], [448, 448, 448, 448, -448, 448, 448], 5),
+        ("float8_e5m2", [57344, 57345, 70000, -70000, -np.inf], [57344, 57344, 57344, -57344, -57344], 4),
+        # Symmetric, and ties to even.
+        ("int8", [127, 127.5, -127.5, -128, 0.5, 1.5, -2.5, 126.5], [127, 127, -127, -127, 0, 2, -2, 126], 3),
+        ("float8_e4m3fn", [17, 19, 2.0**-10, 3 * 2.0**-10, -(2.0**-9)], [16, 20, 0, 2.0**-8, -(2.0**-9)], 0),
+    ],
+)
+def test_values_saturate_round_to_even_and_are_counted(dtype, values, expected, clipped):
+    values = np.array(values, np.float32).reshape(1, 1, -1)
+    pool, one = jnp.zeros(values.shape, dtype), jnp.ones((), jnp.float32)
+    written = kv_write(pool, pool, jnp.asarray(values), jnp.zeros_like(values), ints(0), k_scale=one, v_scale=one)
+    np.testing.assert_array_equal(np.asarray(written.k).astype(np.float64).ravel(), expected)
+    assert int(written.clipped) == clipped
+
+
+def test_values_of_tokens_that_are_not_stored_are_not_counted():
+    pool, one = jnp.zeros((4, 1, 2), jnp.int8), jnp.ones(1, jnp.float32)
+    new = jnp.full((3, 1, 2), 1000.0)
+    written = kv_write(pool, pool, new, new, ints(4, -1, 2), k_scale=one, v_scale=one)
+    assert (int(written.clipped), int(written.dropped)) == (4, 1)
+
+
+def test_a_token_of_zeros_has_scale_zero_and_reads_zero():
+    pool, scales = jnp.ones((2, 2, 4), jnp.int8), jnp.ones((2, 2), jnp.float32)
+    new = jnp.stack([jnp.zeros((1, 4)), jnp.full((1, 4), 1e-38)], axis=1)  # 1e-38 / 127 is no normal number
+    written = kv_write(pool, pool, new, new, ints(1), k_scale=scales, v_scale=scales)
+    np.testing.assert_array_equal(written.k[1], 0)
+    np.testing.assert_array_equal(written.k_scale, [[1, 1], [0, 0]])
+    assert int(written.clipped) == 0
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_what_is_not_finite_shows_in_its_head_alone(dtype, bad):
+    pool, scales = jnp.ones((2, 2, 4), dtype), jnp.ones((2, 2), jnp.float32)
+    new = np.ones((1, 2, 4), np.float32)
+    new[0, 1, 2] = bad
+    written = kv_write(pool, pool, jnp.asarray(new), jnp.ones_like(new), ints(1), k_scale=scales, v_scale=scales)
+    np.testing.assert_array_equal(np.isnan(written.k_scale), [[False, False], [False, True]])
+    assert np.all(np.isfinite(written.v_scale))
+    assert int(written.clipped) == 1
+
+
+def test_nan_under_a_given_scale_stays_in_a_float_pool_and_is_counted():
+    new, one = jnp.full((1, 1, 2), jnp.nan), jnp.ones((), jnp.float32)
+    for dtype, expected in (("float8_e4m3fn", np.nan), ("float8_e5m2", np.nan), ("int8", 0.0)):
+        pool = jnp.zeros((1, 1, 2), dtype)
+        written = kv_write(pool, pool, new, new, ints(0), k_scale=one, v_scale=one)
+        np.testing.assert_array_equal(np.asarray(written.k).astype(np.float64).ravel(), [expected] * 2)
+        assert int(written.clipped) == 4
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8"])
+def test_donated_pools_and_scales_are_written_in_place(dtype):
+    pool, scale = jax.ShapeDtypeStruct((8192, 2, 32), dtype), jax.ShapeDtypeStruct((8192, 2), "float32")
+    new, slots = jax.ShapeDtypeStruct((4, 2, 32), "float32"), jax.ShapeDtypeStruct((4,), "int32")
+
+    def step(k, v, k_scale, v_scale, k_new, v_new, slots):
+        return kv_write(k, v, k_new, v_new, slots, k_scale=k_scale, v_scale=v_scale)
+
+    jitted = jax.jit(step, donate_argnums=(0, 1, 2, 3))
+    memory = jitted.lower(pool, pool, scale, scale, new, new, slots).compile().memory_analysis()
+    pool_bytes, scale_bytes = pool.size, 4 * scale.size
+    assert memory.alias_size_in_bytes == 2 * (pool_bytes + scale_bytes)
+    assert memory.temp_size_in_bytes < pool_bytes / 8
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float8_e4m3fn"])
@@ -82,13 +241,9 @@ def test_float32_is_rounded_to_nearest_even_in_bfloat16():
     values = np.array([1 + half, 1 + 3 * half, 1 + half * 1.001, 1 - half / 2], np.float32)
     new = jnp.asarray(values.reshape(4, 1, 1))
     pool = jnp.zeros((4, 1, 1), jnp.bfloat16)
-    k, _ = kv_write(pool, pool, new, new, jnp.arange(4, dtype=jnp.int32))
+    k, *_ = kv_write(pool, pool, new, new, jnp.arange(4, dtype=jnp.int32))
     expected = np.array([1, 1 + 4 * half, 1 + 2 * half, 1], np.float32).astype(ml_dtypes.bfloat16)
     np.testing.assert_array_equal(np.asarray(k)[:, 0, 0], expected)
-
-
-def array(*shape, dtype=jnp.float32):
-    return jnp.zeros(shape, dtype)
 
 
 @pytest.mark.parametrize(
@@ -101,7 +256,6 @@ def array(*shape, dtype=jnp.float32):
         ("float8_e5m2", "float16"),
         ("float8_e5m2", "float8_e4m3fn"),
         ("int8", "float32"),
-        ("float32", "int32"),
     ],
 )
 def test_a_conversion_that_could_overflow_or_needs_a_scale_is_refused(pool, new):
@@ -118,6 +272,10 @@ def test_a_conversion_that_could_overflow_or_needs_a_scale_is_refused(pool, new)
         ({"k_new": array(3, 1, 8)}, r"k_new must be of shape .*\(2, 1, 8\), got \(3, 1, 8\)"),
         ({"v_new": array(2, 2, 8)}, r"v_new must be of shape .*\(2, 1, 8\), got \(2, 2, 8\)"),
         ({"slots": array(2)}, r"slots must be of dtype int32, got float32"),
+        ({"k_pool": array(4, 1, 8, dtype=jnp.int32)}, r"k_pool must be of dtype float32 .* or int8, got int32"),
+        ({"k_scale": array()}, r"v_scale must be of k_scale's shape \(\), got None"),
+        ({"k_scale": array(3)}, r"k_scale must be of shape \(\) \(per layer\), \(1,\) .* or \(4, 1\) .*, got \(3,\)"),
+        ({"k_scale": array(), "k_new": array(2, 1, 8, dtype=jnp.int8)}, r"k_new must be of dtype float32 .*, got int8"),
     ],
 )
 def test_a_wrong_argument_is_named_with_what_was_expected(change, message):

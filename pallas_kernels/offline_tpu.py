@@ -1,0 +1,287 @@
+"""What the compiler for TPUs says of a program on a machine without one: its schedule, its memory, its collectives.
+
+Compiled with the libtpu wheel alone. Cycles are static: the lines of the scheduled listing (`packed-bundles-post-ra`),
+whose latency slots are still written out as empty bundles. A core issues its bundles in order, so this is the time of a
+loop that never waits for memory; whether it can keep up with memory is told by comparing it with what the bandwidth
+allows for the same bytes.
+"""
+
+import dataclasses
+import math
+import pathlib
+import re
+from collections.abc import Callable, Sequence
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+
+from pallas_kernels._mosaic_tpu import LANES, SIZES, make_plan
+from pallas_kernels._mosaic_tpu_batch import prefill_tile
+from pallas_kernels.block_copy.shapes import CopyCase
+from pallas_kernels.compat import absent_device
+from pallas_kernels.contiguous_attention.mosaic_tpu import MOST_BLOCK
+from pallas_kernels.kv_write.shapes import WriteCase
+from pallas_kernels.offline import require_packages
+from pallas_kernels.paged_attention.shapes import AttentionCase
+from pallas_kernels.targets import TOPOLOGIES, Topology
+
+MIB = 2**20
+GRANULE_BYTES = 32  # the unit in which listings give the size of a DMA
+COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
+
+_BUNDLE = re.compile(r"\s*(?:0x)?([0-9a-f]+)\s+(?:[A-Z]{2})?\s*:\s*>*\s*\{(.*)")
+_BRANCH = re.compile(r"sbr\.rel \([^)]*\) target bundleno = (\d+)")
+_FETCH = re.compile(r"dma\.hbm_to_vmem.*?/\*size_in_granules=\*/(\d+)")
+_ALLOCATION = re.compile(r"space=(vmem|smem), size = (0x[0-9a-f]+)")
+BRANCH_DELAY = 4  # bundles after a branch that are issued whether it is taken or not
+
+
+def environment(target: str) -> dict[str, str]:
+    """Variables of the process that compiles for `target`; libtpu reads them when it is loaded."""
+    del target  # all TPUs alike
+    return {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_WORKER_ID": "0",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "LIBTPU_INIT_ARGS": "--xla_jf_dump_to={dump_dir} --xla_jf_dump_llo_text=true",
+    }
+
+
+def topology_devices(topology: Topology) -> Sequence[jax.Device]:
+    """The devices of a topology, to make a mesh of; none of them can run anything."""
+    require_packages("libtpu")
+    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology.name).devices
+    return devices[: topology.num_devices]
+
+
+def measure(
+    function: Callable[..., object],
+    arguments: Sequence[jax.ShapeDtypeStruct],
+    *,
+    target: str,
+    dump_dir: pathlib.Path,
+    kv_bytes: int | None = None,
+    kernel: str | None = None,
+) -> dict[str, float | int]:
+    """Compiles a function for a TPU and reports on the program, and on one kernel of it.
+
+    Args:
+      function: what to compile; jitted or not.
+      arguments: abstract arguments, placed on the first device of the topology unless they say where.
+      target: a name of `TOPOLOGIES`.
+      dump_dir: where `environment` makes the compiler write its listings.
+      kv_bytes: bytes of keys and values that one round of the kernel's loop of matrix products covers; those that it
+        fetches if None.
+      kernel: name of the kernel, as given to `pallas_call`.
+
+    Returns:
+      argument_bytes, output_bytes, temp_bytes (per device) and collectives (a count). With `kernel` also vmem_bytes and
+      smem_bytes of its scratch and spills (vector registers spilled in the whole kernel). If that has a loop of matrix
+      products: bundles_per_mib and cycles_per_mib of the steady state; cycles_over_allowed, cycles_per_mib over those
+      that pass while memory delivers a MiB; outer_cycles, those around the loops, spent once per sequence at most.
+    """
+    topology = TOPOLOGIES[target]
+    devices = topology_devices(topology)
+    placed = jax.sharding.SingleDeviceSharding(devices[0])
+    arguments = [
+        argument
+        if argument.sharding is not None
+        else jax.ShapeDtypeStruct(argument.shape, argument.dtype, sharding=placed)
+        for argument in arguments
+    ]
+    with absent_device(topology.target.device_kind, topology.target.num_cores, "tpu"):
+        compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
+    memory, text = compiled.memory_analysis(), compiled.as_text()
+    report: dict[str, float | int] = {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "output_bytes": memory.output_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "collectives": sum(len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES),
+    }
+    if kernel is not None:
+        report |= read_kernel(dump_dir, kernel)
+    if kernel is not None:
+        schedule = read_schedule(_dump(dump_dir, kernel, "packed-bundles-post-ra"))
+        if loops := steady_loops(schedule, kv_bytes):
+            cycles_per_mib = MIB * sum(loop.cycles / loop.kv_bytes for loop in loops)
+            allowed = topology.target.clock_hz * MIB / topology.target.memory_bytes_per_s
+            report |= {
+                "bundles_per_mib": MIB * sum(loop.bundles / loop.kv_bytes for loop in loops),
+                "cycles_per_mib": cycles_per_mib,
+                "cycles_over_allowed": cycles_per_mib / allowed,
+                "outer_cycles": len(schedule)
+                - sum(loop.end - loop.start for loop in find_loops(schedule) if loop.innermost),
+            }
+    return report
+
+
+def inner_loop(kernel: str, case: AttentionCase | WriteCase | CopyCase, target: str) -> dict[str, str | int]:
+    """The arguments `kernel` and `kv_bytes` of `measure` for a case of this package's kernels, or of jax's own.
+
+    Args:
+      kernel: paged_decode, paged_prefill, contiguous_decode, contiguous_prefill, kv_write, block_copy or
+        jax_paged_decode.
+      case: what is compiled.
+      target: a name of `TOPOLOGIES`; its devices share the KV heads.
+    """
+    if kernel == "jax_paged_decode":
+        return {"kernel": "paged_attention"}
+    if not isinstance(case, AttentionCase):
+        return {"kernel": kernel}
+    kv_heads, itemsize = case.kv_heads // TOPOLOGIES[target].num_devices, jnp.dtype(case.kv_dtype).itemsize
+    paged, prefill = kernel.startswith("paged"), kernel.endswith("prefill")
+    capacity = case.blocks_per_seq * case.block_size * (1 if paged else case.seqs)
+    plan = make_plan(
+        block_size=case.block_size if paged else math.gcd(capacity, MOST_BLOCK),
+        kv_heads=kv_heads,
+        head_dim=-(-case.head_dim // LANES) * LANES,
+        q_group=case.q_heads // case.kv_heads,
+        q_tile=prefill_tile(case.max_q_len, SIZES) if prefill else 1,
+        capacity=capacity,
+        kv_itemsize=itemsize,
+        sizes=SIZES,
+        window=case.window,
+        soft_cap=case.soft_cap,
+        from_start=case.window is None and paged,
+        in_table=paged,
+        scaled=case.scales == "token",
+        unpack=False,
+        dtype=case.q_dtype,
+    )
+    heads = 1 if plan.apart else kv_heads  # that one round covers
+    return {"kernel": kernel, "kv_bytes": 2 * plan.step_slots * heads * case.head_dim * itemsize}
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A loop of a schedule: the bundles `[start, end)`, and whether no other loop lies in it."""
+
+    start: int
+    end: int
+    innermost: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class SteadyLoop:
+    """What one round of a loop costs in the steady state, and the bytes of keys and values that it covers."""
+
+    cycles: int
+    bundles: int
+    kv_bytes: int
+
+
+def read_kernel(dump_dir: pathlib.Path, kernel: str) -> dict[str, int]:
+    """Scratch memory and spills of a kernel."""
+    sizes = {"vmem": 0, "smem": 0}
+    allocations = _dump(dump_dir, kernel, "post-bundle-packing-post-ra").read_text()
+    for space, size in _ALLOCATION.findall(allocations):
+        sizes[space] += int(size, 16)
+    lines = _dump(dump_dir, kernel, "final_hlo-static-per-bundle-utilization").read_text().splitlines()
+    columns = next(line for line in lines if line.startswith("MATMUL")).replace(" ", "").split(",")
+    spill = columns.index("VSTORE:SPILL")
+    rows = [line.split() for line in lines[lines.index("== UTILIZATION:") + 1 :]]
+    spills = sum(int(row[spill]) for row in rows if len(row) == len(columns))
+    return {"vmem_bytes": sizes["vmem"], "smem_bytes": sizes["smem"], "spills": spills}
+
+
+def read_schedule(listing: pathlib.Path) -> list[str]:
+    """The bundles of a listing in order; one that is empty is a latency slot."""
+    bundles: list[str] = []
+    for line in listing.read_text().splitlines():
+        found = _BUNDLE.match(line)
+        if found:
+            if int(found[1], 16) != len(bundles):
+                raise ValueError(f"{listing.name} must number its bundles in order, got {line[:40]!r}")
+            bundles.append(found[2])
+        elif bundles:
+            bundles[-1] += line
+    return bundles
+
+
+def find_loops(schedule: Sequence[str]) -> list[Loop]:
+    """The loops of a schedule, by their branches backwards."""
+    ends: dict[int, int] = {}
+    for bundle, target in _branches(schedule):
+        if target <= bundle:
+            ends[target] = max(ends.get(target, 0), bundle + 1 + BRANCH_DELAY)
+    spans = sorted(ends.items())
+    return [
+        Loop(start, end, not any(start <= s and e <= end and (s, e) != (start, end) for s, e in spans))
+        for start, end in spans
+    ]
+
+
+def steady_loops(schedule: Sequence[str], kv_bytes: int | None) -> list[SteadyLoop]:
+    """The loops that run again and again while a long sequence is attended: its matrix products and its fetches.
+
+    The first is the deepest loop with matrix products. What a branch jumps over in the steady state is not counted: a
+    region with a loop of its own (the search for another sequence), and of several regions that start DMAs all but the
+    last, as those before it fetch what comes first of all. If fetches have a loop of their own, that counts too.
+
+    Args:
+      schedule: as `read_schedule` gives it.
+      kv_bytes: bytes of keys and values that one round of the loop of matrix products covers; those that it fetches if
+        None.
+
+    Returns:
+      Nothing if there is no loop with matrix products.
+    """
+    loops = find_loops(schedule)
+    products = [loop for loop in loops if any("vmatmul" in bundle for bundle in schedule[loop.start : loop.end])]
+    if not products:
+        return []
+    inner = [a for a in products if not any(_within(b, a) for b in products)]
+    compute = max(inner, key=lambda loop: loop.end - loop.start)
+    regions = [
+        (branch + 1, target)
+        for branch, target in _branches(schedule)
+        if compute.start <= branch < target <= compute.end
+    ]
+    fetching = [region for region in regions if _fetched_bytes(schedule[slice(*region)])]
+    skipped = [
+        region
+        for region in regions
+        if any(region[0] <= loop.start and loop.end <= region[1] for loop in loops)
+        or (region in fetching and region != max(fetching))
+    ]
+    counted = [i for i in range(compute.start, compute.end) if not any(a <= i < b for a, b in skipped)]
+    bundles = [schedule[i] for i in counted]
+    fetched = _fetched_bytes(bundles)
+    if kv_bytes is None and not fetched:
+        raise ValueError("kv_bytes must be given for a loop that fetches nothing itself")
+    steady = [_steady(bundles, kv_bytes or fetched)]
+    if not fetched:
+        apart = [loop for loop in loops if loop.innermost and _fetched_bytes(schedule[loop.start : loop.end])]
+        widest = max(apart, key=lambda loop: (_fetched_bytes(schedule[loop.start : loop.end]), loop.start))
+        bundles = schedule[widest.start : widest.end]
+        steady.append(_steady(bundles, _fetched_bytes(bundles)))
+    return steady
+
+
+def _steady(bundles: Sequence[str], kv_bytes: int) -> SteadyLoop:
+    return SteadyLoop(len(bundles), sum(bundle.strip(" }") != "" for bundle in bundles), kv_bytes)
+
+
+def _within(inner: Loop, outer: Loop) -> bool:
+    return inner != outer and outer.start <= inner.start and inner.end <= outer.end
+
+
+def _branches(schedule: Sequence[str]) -> list[tuple[int, int]]:
+    """Each branch and where it goes."""
+    return [(i, int(target)) for i, bundle in enumerate(schedule) for target in _BRANCH.findall(bundle)]
+
+
+def _fetched_bytes(bundles: Sequence[str]) -> int:
+    """Bytes that these bundles start to fetch from device memory."""
+    return GRANULE_BYTES * sum(int(granules) for bundle in bundles for granules in _FETCH.findall(bundle))
+
+
+def _dump(dump_dir: pathlib.Path, kernel: str, kind: str) -> pathlib.Path:
+    """The latest listing of one kind."""
+    found = sorted(dump_dir.glob(f"*-{kernel}.*-[0-9]*-{kind}.txt"))
+    if not found:
+        raise ValueError(f"kernel must be one that was compiled, got {kernel!r} without a listing {kind!r}")
+    return found[-1]
