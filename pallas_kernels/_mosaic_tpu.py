@@ -430,7 +430,8 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
 
         def one_head(head, _):
             rows = pl.ds(head, plan.step_slots, plan.kv_heads)
-            attend(side, step, first_slot, head, *(stage[rows, :].astype(plan.dtype) for stage in stages), seen_whole)
+            head_keys, head_values = (stage[rows, :].astype(plan.dtype) for stage in stages)
+            attend(side, step, first_slot, head, head_keys, head_values, seen_whole)
 
         lax.fori_loop(0, plan.kv_heads, one_head, None)
 

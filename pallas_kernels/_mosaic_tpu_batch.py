@@ -140,14 +140,15 @@ def _attend_stored(
     tokens, q_heads, head_dim = q.shape
     blocks, block_size, kv_heads, _ = k.shape
     seqs, group = kv_lens.shape[0], q_heads // kv_heads
-    per_slot = k_scale is not None and k_scale.ndim > 1
-    if per_slot:
-        k_scale, v_scale = (s.reshape(blocks, block_size, kv_heads) for s in (k_scale, v_scale))
+    slot_scales = []
+    if k_scale is not None and v_scale is not None and k_scale.ndim > 1:
+        slot_scales = [s.reshape(blocks, block_size, kv_heads) for s in (k_scale, v_scale)]
+    per_slot = bool(slot_scales)
     low_precision = q.dtype == jnp.bfloat16 and k.dtype != jnp.float32
     unpack = low_precision and k.dtype == jnp.float8_e4m3fn and not _unpacks_e4m3()
     padding = ((0, 0), (0, 0), (0, 0), (0, -head_dim % LANES))
     # Blocks as matrices of (slot, head) rows: the same bytes if head_dim is whole lanes and kv_heads a power of 2.
-    pools = [jnp.pad(x, padding).reshape(blocks, block_size * kv_heads, -1) for x in (k, v)]
+    keys, values = (jnp.pad(x, padding).reshape(blocks, block_size * kv_heads, -1) for x in (k, v))
     capacity = blocks * block_size if table is None else table.shape[1] * block_size
     options = {"window": window, "soft_cap": soft_cap, "in_table": table is not None, "scaled": per_slot}
     out = jnp.zeros((tokens + 1, kv_heads, group, head_dim), jnp.float32)
@@ -163,7 +164,7 @@ def _attend_stored(
         plan = make_plan(
             block_size=block_size,
             kv_heads=kv_heads,
-            head_dim=pools[0].shape[-1],
+            head_dim=keys.shape[-1],
             q_group=group,
             q_tile=tile_queries,
             capacity=capacity,
@@ -181,12 +182,13 @@ def _attend_stored(
         owned = (offsets < cut.num_queries[:, None]) & (tiles.ends > 0)[:, None]
         rows = jnp.where(owned, cut.first_tokens[:, None] + offsets, tokens)
         factor = _factor(plan, scale, None if per_slot else k_scale)
-        scales = tuple(_slot_scales(plan, s, table, tiles, capacity) for s in (k_scale, v_scale)) if per_slot else ()
+        scales = tuple(_slot_scales(plan, s, table, tiles, capacity) for s in slot_scales)
         got, got_log2 = attend_tiles(
             plan,
             _pack(plan, q.at[rows].get(mode="fill", fill_value=0)),
             factor,
-            *pools,
+            keys,
+            values,
             jnp.zeros(1, jnp.int32) if table is None else table.reshape(-1),
             tiles,
             scales,

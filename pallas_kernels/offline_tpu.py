@@ -11,6 +11,7 @@ import math
 import pathlib
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +51,7 @@ def environment(target: str) -> dict[str, str]:
     }
 
 
-def topology_devices(topology: Topology) -> Sequence[jax.Device]:
+def topology_devices(topology: Topology) -> Sequence[Any]:
     """The devices of a topology, to make a mesh of; none of them can run anything."""
     require_packages("libtpu")
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology.name).devices
@@ -94,7 +95,8 @@ def measure(
     ]
     with absent_device(topology.target.device_kind, topology.target.num_cores, "tpu"):
         compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
-    memory, text = compiled.memory_analysis(), compiled.as_text()
+    memory: Any = compiled.memory_analysis()
+    text = compiled.as_text() or ""
     report: dict[str, float | int] = {
         "argument_bytes": memory.argument_size_in_bytes,
         "output_bytes": memory.output_size_in_bytes,
