@@ -55,7 +55,8 @@ class Config:
       near_tie: a first difference between two memories' tokens is accepted where the best two choices lie within this,
         in logits: recomputation after a preemption adds in another order.
       steps_per_dispatch: steps between two looks of the host.
-      kernels: backend of the attention kernels; None picks the best for the device.
+      kernels: backend of attention and cache writes; None picks the best for the device, `interpret` runs the kernels
+        of GPUs in an interpreter, which is slow.
       policy: whom the scheduler preempts and admits, and how. Only memories with `swap_space` can swap, the others
         compute again what a preemption took.
       cost: the modelled clock.

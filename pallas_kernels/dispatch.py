@@ -11,6 +11,8 @@ R = TypeVar("R")
 # The order tried when the caller names no backend. An operation that lacks one of them goes on to the next.
 _PREFERRED: Mapping[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("mosaic_tpu", "xla")}
 
+INTERPRET = "interpret"
+
 
 def preferred(backends: Mapping[str, Callable[..., object]]) -> list[str]:
     """The names of an operation's backends that are tried in turn on this platform if the caller names none."""
@@ -33,7 +35,8 @@ def dispatch(
     Args:
       op: the operation's name, for messages.
       backends: the operation's implementations by name, all with one signature.
-      backend: None for the platform's own order, a name for that one alone, or names to try in turn.
+      backend: None for the platform's own order, a name for that one alone, `interpret` for the kernels of absent
+        devices that an interpreter can run here, or names to try in turn.
       *args: handed to the backend.
       **kwargs: handed to the backend.
 
@@ -47,6 +50,8 @@ def dispatch(
     """
     if backend is None:
         backend = preferred(backends)
+    elif backend == INTERPRET:
+        backend = [name for name in backends if name.endswith("_interpret")]
     names = [backend] if isinstance(backend, str) else list(backend)
     if not names:
         raise ValueError(f"{op}: backend must be None, a name or a non-empty list of names of {list(backends)}")

@@ -61,7 +61,7 @@ class Engine:
     decode: Decode
     token_budget: int  # most tokens computed in a step
     cost: StepCost = dataclasses.field(default_factory=StepCost)
-    backend: str | tuple[str, ...] | None = None  # of the attention kernels
+    backend: str | tuple[str, ...] | None = None  # of attention and cache writes
     policy: Policy = dataclasses.field(default_factory=Policy)
     on_free: OnFree = "keep"  # what becomes of keys and values that nobody has a use for: a pass over memory if wiped
 
@@ -307,7 +307,7 @@ def _forward(
         slots = memory.slots(scheduled.memory, batch.row, batch.position)
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-            k_slots, v_slots, *_ = kv_write(cache.k[layer], cache.v[layer], k, v, slots)
+            k_slots, v_slots, *_ = kv_write(cache.k[layer], cache.v[layer], k, v, slots, backend=engine.backend)
             out = memory.attend(
                 scheduled.memory,
                 q,

@@ -35,6 +35,13 @@ def test_a_missing_backend_names_those_that_exist():
         dispatch("op", BACKENDS, "triton", 3)
 
 
+def test_interpret_takes_the_first_kernel_that_an_interpreter_can_run():
+    backends = {"xla": break_down, "first_interpret": refuse, "second_interpret": double}
+    assert dispatch("op", backends, "interpret", 3) == 6
+    with pytest.raises(ValueError, match=r"op: backend must be None.*\['xla'\]"):
+        dispatch("op", {"xla": double}, "interpret", 3)
+
+
 def test_a_list_falls_through_to_the_first_that_can():
     assert dispatch("op", BACKENDS, ["triton", "lack", "refuse", "xla"], 3) == 6
 
