@@ -24,7 +24,6 @@ from paxkv.outcomes import Faults, MemoryFaultError, Outcome, raise_on_fault
 from paxkv.page_groups import PageGroups
 from paxkv.paged import Paged
 from paxkv.paged_state import PagedState
-from paxkv.pool_metrics import pool_metrics
 from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import Progress, Reason, Requests, Status, make_requests
 from paxkv.reserved import Reserved, ReservedState
@@ -84,7 +83,6 @@ __all__ = [
     "parse_fraction",
     "parse_size",
     "plan_blocks",
-    "pool_metrics",
     "raise_on_fault",
     "read_events",
     "require_invariants",
