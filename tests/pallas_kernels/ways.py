@@ -52,16 +52,16 @@ WAYS: tuple[Way, ...] = (Way("xla"), Way("triton_interpret"))
 def ways(backends: Mapping[str, Callable], case: AttentionCase | None = None, *, always: tuple[str, ...] = ()) -> list:
     """Test parameters: the ways to run an operation's backends, on a case that they can do.
 
-    With `always` given, the ways of other backends are marked slow.
+    With `always` given, the ways of other backends are left to `pytest -m soak`.
     """
     return [
-        pytest.param(way, id=str(way), marks=pytest.mark.slow if always and way.backend not in always else ())
+        pytest.param(way, id=str(way), marks=pytest.mark.soak if always and way.backend not in always else ())
         for way in WAYS
         if way.backend in backends and (case is None or way.runs(case))
     ]
 
 
-# What every test run does. The other cases are for where there are minutes to spend.
+# What every test run does. The other cases are for where there are many minutes to spend.
 QUICK = (
     "decode_d64_kv2_g4_b16_f32",
     "decode_d32_kv2_g2_b16_f32_sinks_cap_5_window_60",
@@ -76,7 +76,7 @@ def batches_of(
 ) -> list:
     """Test parameters (way, case, batch): every batch of every case, in every way that can do it.
 
-    Cases that are not among the quick ones are marked slow, but for the backends `always`.
+    Cases that are not among the quick ones are left to `pytest -m soak`, but for the backends `always`.
     """
     return [
         pytest.param(
@@ -84,7 +84,7 @@ def batches_of(
             case,
             batch,
             id=f"{case.name}-{batch}-{way.id}",
-            marks=() if case.name in QUICK or way.values[0].backend in always else pytest.mark.slow,
+            marks=() if case.name in QUICK or way.values[0].backend in always else pytest.mark.soak,
         )
         for case in cases
         for way in ways(backends, case)
