@@ -15,6 +15,8 @@ from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.shapes import CASES
 from tests.pallas_kernels.attention_oracle import assert_matches, make_problem
 
+pytestmark = pytest.mark.slow
+
 CASE = {case.name: case for case in CASES}
 DECODE = CASE["decode_d64_kv2_g4_b16_f32"]
 DECODE = dataclasses.replace(DECODE, batches={"around_a_tile": DECODE.batches["around_a_tile"]})

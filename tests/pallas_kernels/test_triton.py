@@ -181,6 +181,7 @@ MUTANTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("case", "name", "wrong"), MUTANTS, ids=lambda value: getattr(value, "__name__", ""))
 def test_a_wrong_kernel_is_caught(case, name, wrong, monkeypatch):
     monkeypatch.setattr(core, name, wrong)
