@@ -17,6 +17,7 @@ from jax.experimental import topologies
 
 from pallas_kernels import compat
 from pallas_kernels.offline import HOW_TO_INSTALL, MissingPackageError, require_packages
+from pallas_kernels.offline_program import program_metrics
 from pallas_kernels.targets import TOPOLOGIES, Target, Topology
 
 WARP_THREADS = 32
@@ -25,7 +26,6 @@ SCHEDULERS = 4  # each with a quarter of the registers
 REGISTER_GRANULE = 256  # registers are given to a warp in units of this many
 RESERVED_SHARED_BYTES = 1024  # that the system takes of each thread block's shared memory
 
-COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 
 # Instructions by the metric that counts them.
 INSTRUCTIONS: Mapping[str, str] = {
@@ -118,19 +118,6 @@ def measure(
     if kernel not in kernels:
         raise ValueError(f"kernel must be one of {sorted(kernels)}, got {kernel}")
     return {**kernels[kernel], **program_metrics(compiled), "kernels": kernels}
-
-
-def program_metrics(compiled: jax.stages.Compiled) -> dict[str, int]:
-    """Memory of a compiled program on each device, and how many collectives it has."""
-    memory: Any = compiled.memory_analysis()
-    hlo = compiled.as_text() or ""
-    collectives = sum(len(re.findall(rf"= \S+ {name}(?:-start)?\(", hlo)) for name in COLLECTIVES)
-    return {
-        "argument_bytes": memory.argument_size_in_bytes,
-        "output_bytes": memory.output_size_in_bytes,
-        "temp_bytes": memory.temp_size_in_bytes,
-        "collectives": collectives,
-    }
 
 
 def resident_warps(registers: int, warps: int, shared_memory_bytes: int, target: Target) -> int:

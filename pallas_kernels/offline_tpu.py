@@ -24,12 +24,12 @@ from pallas_kernels.compat import absent_device
 from pallas_kernels.contiguous_attention.mosaic_tpu import MOST_BLOCK
 from pallas_kernels.kv_write.shapes import WriteCase
 from pallas_kernels.offline import require_packages
+from pallas_kernels.offline_program import program_metrics
 from pallas_kernels.paged_attention.shapes import AttentionCase
 from pallas_kernels.targets import TOPOLOGIES, Topology
 
 MIB = 2**20
 GRANULE_BYTES = 32  # the unit in which listings give the size of a DMA
-COLLECTIVES = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 
 _BUNDLE = re.compile(r"\s*(?:0x)?([0-9a-f]+)\s+(?:[A-Z]{2})?\s*:\s*>*\s*\{(.*)")
 _BRANCH = re.compile(r"sbr\.rel \([^)]*\) target bundleno = (\d+)")
@@ -95,17 +95,9 @@ def measure(
     ]
     with absent_device(topology.target.device_kind, topology.target.num_cores, "tpu"):
         compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
-    memory: Any = compiled.memory_analysis()
-    text = compiled.as_text() or ""
-    report: dict[str, float | int] = {
-        "argument_bytes": memory.argument_size_in_bytes,
-        "output_bytes": memory.output_size_in_bytes,
-        "temp_bytes": memory.temp_size_in_bytes,
-        "collectives": sum(len(re.findall(rf" {name}(?:-start)?\(", text)) for name in COLLECTIVES),
-    }
+    report = program_metrics(compiled)
     if kernel is not None:
         report |= read_kernel(dump_dir, kernel)
-    if kernel is not None:
         schedule = read_schedule(_dump(dump_dir, kernel, "packed-bundles-post-ra"))
         if loops := steady_loops(schedule, kv_bytes):
             cycles_per_mib = MIB * sum(loop.cycles / loop.kv_bytes for loop in loops)

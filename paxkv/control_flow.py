@@ -1,5 +1,6 @@
 """Control flow and reads that XLA runs in place and without waste."""
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -37,7 +38,7 @@ def read_rows(array: Shaped[Array, "rows ..."], ids: Int32[Array, " n"]) -> Shap
     On a CPU a few rows are read one by one: XLA charges a gather as if it read all of the array and hands that from a
     large one to threads, which for some hundred rows takes longer than to read them.
     """
-    few = ids.size * array[0].size * array.dtype.itemsize <= _FEW_BYTES
+    few = ids.size * math.prod(array.shape[1:]) * array.dtype.itemsize <= _FEW_BYTES
     return read_now(jax.lax.platform_dependent(array, ids, cpu=_one_by_one if few else _at_once, default=_at_once))
 
 

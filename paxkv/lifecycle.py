@@ -17,7 +17,7 @@ from paxkv.memory import Content
 from paxkv.outcomes import Outcome, record, select_outcome
 from paxkv.paged_state import PagedState, required
 from paxkv.prefix_cache import BROKEN
-from paxkv.seqs import lowest_free_row, occupy
+from paxkv.seqs import blame, lowest_free_row, occupy
 
 if TYPE_CHECKING:
     from paxkv.paged import Paged
@@ -84,9 +84,8 @@ def fork(
         table, ids = sharing.share_row(state.tables[g], parent, at, blocks_for(length, group.block_size), none)
         pool = retain(pool, ids, distinct=True)
         tables.append(table)
-    blamed = jnp.arange(memory.rows, dtype=jnp.int32) == jnp.clip(asked, 0, memory.rows - 1)
     seqs = occupy(state.seqs, row, promised, ok, stored=length)
-    seqs = dataclasses.replace(seqs, faults=record(seqs.faults, Outcome.OUT_OF_RANGE, blamed & wrong))
+    seqs = blame(seqs, asked, wrong, Outcome.OUT_OF_RANGE)
     state = dataclasses.replace(state, seqs=seqs, pool=pool, tables=tuple(tables))
     if state.chains is not None:
         state = dataclasses.replace(state, chains=_fork_chain(memory, state, parent, at, length, content))

@@ -102,6 +102,13 @@ def advance(
     return dataclasses.replace(seqs, lengths=lengths, faults=faults), outcome
 
 
+def blame(seqs: Seqs, at: Int32[Array, ""], wrong: Bool[Array, ""], outcome: Outcome) -> Seqs:
+    """Records a fault, if something is wrong, at the row with number `at`, or the one nearest to it."""
+    rows = seqs.active.shape[0]
+    blamed = jnp.arange(rows, dtype=jnp.int32) == jnp.clip(at, 0, rows - 1)
+    return dataclasses.replace(seqs, faults=record(seqs.faults, outcome, blamed & wrong))
+
+
 def vacate(seqs: Seqs, rows: Bool[Array, " rows"]) -> tuple[Seqs, Bool[Array, " rows"]]:
     """Frees the masked rows; releasing a row that is free already is recorded as a double free.
 

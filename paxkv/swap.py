@@ -21,7 +21,7 @@ from paxkv.block_pool import give_back, is_free, retain, take
 from paxkv.block_tables import BlockTable, begin_row, blocks_for
 from paxkv.outcomes import Outcome, record, select_outcome
 from paxkv.paged_state import PagedState
-from paxkv.seqs import lowest_free_row, occupy
+from paxkv.seqs import blame, lowest_free_row, occupy
 from paxkv.swap_state import (
     Moves,
     SwapState,
@@ -191,9 +191,9 @@ def swap_in(
 
     Returns:
       The state; the row (`memory.rows` if none); the `Outcome`: `OK`; `LATER` if there is no free row, or there are
-      too few blocks; `NEVER` if the sequence has grown as large as the
-      memory and cannot have another token; `OUT_OF_RANGE`, also recorded as a fault, if nobody is parked there; and the
-      copies to make. Unless it is `OK`, nothing else changed and there are no copies.
+      too few blocks; `NEVER` if the sequence has grown as large as the memory and cannot have another token;
+      `OUT_OF_RANGE`, also recorded as a fault, if nobody is parked there; and the copies to make. Unless it is `OK`,
+      nothing else changed and there are no copies.
     """
     swap, none = _swap(memory, state), memory.num_blocks
     row, has_row = lowest_free_row(state.seqs)
@@ -225,7 +225,7 @@ def swap_in(
     )
     ok = outcome == Outcome.OK
     row = jnp.where(ok, row, memory.rows)
-    state = _blame(state, place, ~parked, Outcome.OUT_OF_RANGE)
+    state = dataclasses.replace(state, seqs=blame(state.seqs, place, ~parked, Outcome.OUT_OF_RANGE))
 
     pool = retain(state.pool, jnp.where(kept & ok, devices, none), distinct=True)
     state, taken, _ = memory.take_blocks(dataclasses.replace(state, pool=pool), copied & ok)
@@ -255,17 +255,9 @@ def discard(memory: "Paged", state: PagedState, place: Int32[Array, ""]) -> tupl
     """
     swap = _swap(memory, state)
     parked, hosts = _look_at(swap, place)
-    state = _blame(state, place, ~parked, Outcome.DOUBLE_FREE)
+    state = dataclasses.replace(state, seqs=blame(state.seqs, place, ~parked, Outcome.DOUBLE_FREE))
     state = dataclasses.replace(state, swap=_leave(swap, place, hosts, parked))
     return state, select_outcome((~parked, Outcome.DOUBLE_FREE))
-
-
-def _blame(state: PagedState, place: Int32[Array, ""], wrong: Bool[Array, ""], outcome: Outcome) -> PagedState:
-    """Records a fault at the row with the number of the place, or the one nearest to it."""
-    rows = state.seqs.active.shape[0]
-    blamed = jnp.arange(rows, dtype=jnp.int32) == jnp.clip(place, 0, rows - 1)
-    faults = record(state.seqs.faults, outcome, blamed & wrong)
-    return dataclasses.replace(state, seqs=dataclasses.replace(state.seqs, faults=faults))
 
 
 def _look_at(swap: SwapState, place: Int32[Array, ""]) -> tuple[Bool[Array, ""], Int32[Array, " entries"]]:

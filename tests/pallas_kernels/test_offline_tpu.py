@@ -77,7 +77,7 @@ def test_a_step_covers_no_more_than_a_fetch(case):
 def compile_case(target, kernel, case):
     job = "pallas_kernels.offline_cases:compile_case"
     arguments = {"target": target, "kernel": kernel, "case": case}
-    outcome = run_job(job, arguments, environment=offline_tpu.environment(target), time_limit_s=300)
+    outcome = run_job(job, arguments, environment=offline_tpu.environment(target), time_limit_s=300.0)
     assert outcome.status == "ok", outcome.message
     return outcome.report
 
