@@ -5,6 +5,8 @@ from typing import ParamSpec, TypeVar
 
 import jax
 
+from pallas_kernels import choices
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -61,9 +63,12 @@ def dispatch(
         try:
             if name not in backends:
                 raise NotImplementedError(f"{op} has no backend {name!r}; it has {list(backends)}")
-            return backends[name](*args, **kwargs)
+            answer = backends[name](*args, **kwargs)
         except (NotImplementedError, ValueError) as failure:
             failures.append(failure)
+        else:
+            choices.note(op, backend=name)
+            return answer
     if len(failures) == 1:
         raise failures[0]
     reasons = "; ".join(f"{name}: {failure}" for name, failure in zip(names, failures, strict=True))

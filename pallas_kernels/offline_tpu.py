@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
+from pallas_kernels import tuning
 from pallas_kernels._mosaic_tpu import LANES, SIZES, make_plan
 from pallas_kernels._mosaic_tpu_batch import prefill_tile
 from pallas_kernels.block_copy.shapes import CopyCase
@@ -128,15 +129,18 @@ def inner_loop(kernel: str, case: AttentionCase | WriteCase | CopyCase, target: 
     kv_heads, itemsize = case.kv_heads // TOPOLOGIES[target].num_devices, jnp.dtype(case.kv_dtype).itemsize
     paged, prefill = kernel.startswith("paged"), kernel.endswith("prefill")
     capacity = case.blocks_per_seq * case.block_size * (1 if paged else case.seqs)
+    topology = TOPOLOGIES[target]
+    name = case.entry_name(kernel, topology.num_devices)
+    sizes = tuning.choose(name, SIZES, topology.target.device_kind)
     plan = make_plan(
         block_size=case.block_size if paged else math.gcd(capacity, MOST_BLOCK),
         kv_heads=kv_heads,
         head_dim=-(-case.head_dim // LANES) * LANES,
         q_group=case.q_heads // case.kv_heads,
-        q_tile=prefill_tile(case.max_q_len, SIZES) if prefill else 1,
+        q_tile=prefill_tile(case.max_q_len, sizes) if prefill else 1,
         capacity=capacity,
         kv_itemsize=itemsize,
-        sizes=SIZES,
+        sizes=sizes,
         window=case.window,
         soft_cap=case.soft_cap,
         from_start=case.window is None and paged,
