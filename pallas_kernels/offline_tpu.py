@@ -36,6 +36,9 @@ _BUNDLE = re.compile(r"\s*(?:0x)?([0-9a-f]+)\s+(?:[A-Z]{2})?\s*:\s*>*\s*\{(.*)")
 _BRANCH = re.compile(r"sbr\.rel \([^)]*\) target bundleno = (\d+)")
 _FETCH = re.compile(r"dma\.hbm_to_vmem.*?/\*size_in_granules=\*/(\d+)")
 _ALLOCATION = re.compile(r"space=(vmem|smem), size = (0x[0-9a-f]+)")
+SCHEDULE, ALLOCATIONS = "packed-bundles-post-ra", "post-bundle-packing-post-ra"
+UTILIZATION = "final_hlo-static-per-bundle-utilization"
+LISTINGS = (SCHEDULE, ALLOCATIONS, UTILIZATION)
 BRANCH_DELAY = 4  # bundles after a branch that are issued whether it is taken or not
 
 
@@ -48,7 +51,9 @@ def environment(target: str) -> dict[str, str]:
         "TPU_WORKER_ID": "0",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "LIBTPU_INIT_ARGS": "--xla_jf_dump_to={dump_dir} --xla_jf_dump_llo_text=true",
+        # Of some fifty listings of every computation, those that are read here.
+        "LIBTPU_INIT_ARGS": "--xla_jf_dump_to={dump_dir} --xla_jf_dump_llo_text=true "
+        f"--xla_jf_dump_llo_pass_label_regex={'|'.join(LISTINGS)}",
     }
 
 
@@ -99,7 +104,7 @@ def measure(
     report = program_metrics(compiled)
     if kernel is not None:
         report |= read_kernel(dump_dir, kernel)
-        schedule = read_schedule(_dump(dump_dir, kernel, "packed-bundles-post-ra"))
+        schedule = read_schedule(_dump(dump_dir, kernel, SCHEDULE))
         if loops := steady_loops(schedule, kv_bytes):
             cycles_per_mib = MIB * sum(loop.cycles / loop.kv_bytes for loop in loops)
             allowed = topology.target.clock_hz * MIB / topology.target.memory_bytes_per_s
@@ -174,10 +179,10 @@ class SteadyLoop:
 def read_kernel(dump_dir: pathlib.Path, kernel: str) -> dict[str, int]:
     """Scratch memory and spills of a kernel."""
     sizes = {"vmem": 0, "smem": 0}
-    allocations = _dump(dump_dir, kernel, "post-bundle-packing-post-ra").read_text()
+    allocations = _dump(dump_dir, kernel, ALLOCATIONS).read_text()
     for space, size in _ALLOCATION.findall(allocations):
         sizes[space] += int(size, 16)
-    lines = _dump(dump_dir, kernel, "final_hlo-static-per-bundle-utilization").read_text().splitlines()
+    lines = _dump(dump_dir, kernel, UTILIZATION).read_text().splitlines()
     columns = next(line for line in lines if line.startswith("MATMUL")).replace(" ", "").split(",")
     spill = columns.index("VSTORE:SPILL")
     rows = [line.split() for line in lines[lines.index("== UTILIZATION:") + 1 :]]
