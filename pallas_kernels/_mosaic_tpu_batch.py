@@ -302,11 +302,12 @@ def _slot_scales(
             f"slots take {gathered} bytes each, at most {SCALE_BYTES} are made"
         )
     positions = jnp.arange(fetches * plan.fetch_slots, dtype=jnp.int32)[None]
-    entries = tiles.first_blocks[:, None] + positions // plan.block_size
+    # Whole blocks, as rows: some TPU compilers break down over a gather of single slots.
+    entries = tiles.first_blocks[:, None] + jnp.arange(positions.size // plan.block_size, dtype=jnp.int32)[None]
     block_ids = entries if table is None else table.reshape(-1).at[entries].get(mode="clip")
+    values = scales.reshape(scales.shape[0], -1).at[block_ids].get(mode="clip")
     read = (positions >= tiles.lows[:, None]) & (positions < tiles.ends[:, None])
-    values = scales.at[block_ids, positions % plan.block_size].get(mode="clip")
-    values = jnp.where(read[..., None], values, 0)
+    values = jnp.where(read[..., None], values.reshape(*read.shape, plan.kv_heads), 0)
     values = values.reshape(-1, fetches, plan.steps, plan.step_slots, plan.kv_heads)
     if plan.apart:
         return values.swapaxes(3, 4)
