@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from pallas_kernels import offline_gpu, offline_tpu, tuning
+from pallas_kernels import offline, offline_gpu, offline_tpu, tuning
 from pallas_kernels.block_copy import block_copy
 from pallas_kernels.block_copy import shapes as copy_shapes
 from pallas_kernels.contiguous_attention import contiguous_attention
@@ -90,6 +90,28 @@ def compile_case(
         if platform == "tpu":
             options = offline_tpu.inner_loop(kernel, known[case], target)
         return module.measure(function, arguments, target=target, dump_dir=dump_dir, **options)
+
+
+def compile_cases(
+    *, target: str, names: Sequence[tuple[str, str]], dump_dir: pathlib.Path
+) -> dict[str, list[dict[str, Any]]]:
+    """The job of a process that compiles several cases for one target: most of a small one goes into the beginning.
+
+    Args:
+      target: a name of `targets.TOPOLOGIES`.
+      names: kernels and cases.
+      dump_dir: where the compiler writes; emptied after each case, so that none is taken for another.
+
+    Returns:
+      Under `outcomes`, in order, what `offline.attempt` says of each.
+    """
+    outcomes = []
+    for kernel, case in names:
+        outcomes.append(offline.attempt(compile_case, target=target, kernel=kernel, case=case, dump_dir=dump_dir))
+        for path in dump_dir.rglob("*"):
+            if path.is_file():
+                path.unlink()
+    return {"outcomes": outcomes}
 
 
 def compiler(platform: str) -> ModuleType:

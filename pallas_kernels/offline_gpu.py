@@ -133,12 +133,19 @@ def resident_warps(registers: int, warps: int, shared_memory_bytes: int, target:
 
 def _kernels(dump_dir: pathlib.Path, target: Target) -> dict[str, dict[str, Any]]:
     """The Pallas kernels of the compiled program by name."""
+    # What XLA makes by itself is compiled beside them.
+    names = {
+        name
+        for path in dump_dir.glob("*gpu_after_optimizations.txt")
+        for line in path.read_text(errors="replace").splitlines()
+        if "__gpu$xla.gpu.triton" in line
+        for name in re.findall(r'name = "(\w+)"', line)
+    }
     launches: dict[str, tuple[int, int]] = {}
     for path in dump_dir.glob("*thunk_sequence.txt"):
         for line in path.read_text().splitlines():
-            # A custom kernel is one that was handed to XLA; what it fused by itself goes by another name.
-            found = re.search(r"kCustomKernel .*\] (\w+) grid: .*threads: \[(\d+),.*shared_memory: (\d+) bytes", line)
-            if found:
+            found = re.search(r" (\w+) grid: .*threads: \[(\d+),.*shared_memory: (\d+) bytes", line)
+            if found and found[1] in names:
                 launches[found[1]] = int(found[2]) // WARP_THREADS, int(found[3])
     kernels = {}
     for path in sorted(dump_dir.glob("*.ptx")):
