@@ -29,8 +29,7 @@ def test_the_memory_by_itself_shares_three_blocks(capsys):
 def test_the_attention_by_itself_is_softmax_attention_over_the_window():
     names = run("paged_attention(")
     q, k, v, out = (np.asarray(names[name], np.float64) for name in ("q", "k", "v", "out"))
-    # The last token of the second sequence, at position 29 of blocks 7 and 2, sees positions 6 to 29; query head 5 reads
-    # KV head 1.
+    # The last token of the second sequence, at position 29 of blocks 7 and 2, sees 24; head 5 reads KV head 1.
     keys, values = (np.concatenate([x[7], x[2]])[6:30, 1] for x in (k, v))
     weights = np.exp(keys @ q[4, 5] / 8)
     np.testing.assert_allclose(out[4, 5], weights @ values / weights.sum(), rtol=2e-5, atol=1e-6)
