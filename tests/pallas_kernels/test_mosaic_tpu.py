@@ -221,7 +221,7 @@ def test_every_float8_e4m3_widens_to_its_value_by_way_of_the_older_format():
     )
 
     def kernel(x, o):
-        o[...] = _mosaic_tpu.widen(x[...], plan).astype(jnp.float32) * _mosaic_tpu.UNPACK_FACTOR
+        o[...] = _mosaic_tpu.operand(x[...], plan).astype(jnp.float32) * _mosaic_tpu.UNPACK_FACTOR
 
     with interpreted("eager"):
         wide = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(stored.shape, jnp.float32))(jnp.asarray(stored))
