@@ -366,10 +366,11 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
         """One step of the online softmax for one set of KV heads.
 
         `keys_of` and `values_of` load what is stored in groups of the step, given the first and how many. `meanwhile`,
-        given the same, is called when the keys of these groups have been loaded: the compiler moves no start of a DMA
-        past a load that comes before or after it, as both could be of the same buffer.
+        given the same, is called between the keys of these groups and the next. What it does to the other buffer could
+        be to this one for all the compiler knows, which moves no start of a DMA past a load.
         """
         precision = lax.Precision.HIGHEST if plan.dtype == "float32" else None
+        product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
         row = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0)
         lane = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 1)
         position = queries[tile] + (row & (plan.q_tile - 1))
@@ -386,20 +387,12 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
 
         top = maximum[head_set]
         before = top
-        scores = []
+        pieces = []
         for first_group in range(0, plan.step_groups, plan.piece_groups):
             some = (first_group, min(plan.piece_groups, plan.step_groups - first_group))
-            scores.append(
-                lax.dot_general(
-                    q[0, head_set].astype(plan.dtype),
-                    keys_of(*some),
-                    (((1,), (1,)), ((), ())),
-                    precision=precision,
-                    preferred_element_type=jnp.float32,
-                )
-            )
+            pieces.append(product(q[0, head_set].astype(plan.dtype), keys_of(*some), (((1,), (1,)), ((), ()))))
             meanwhile(*some)
-        scores = jnp.concatenate(scores, axis=1)
+        scores = jnp.concatenate(pieces, axis=1)
         for i in range(plan.columns // LANES):
             chunk = slice(i * LANES, (i + 1) * LANES)
             part = scores[:, chunk] * factor[head_set]
@@ -423,13 +416,7 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
             weight = jnp.exp2(logits[:, i * LANES : (i + 1) * LANES] - top)
             total += weight
             weights.append((weight * slot_scale(1, i) if plan.scaled else weight).astype(plan.dtype))
-        added = lax.dot_general(
-            jnp.concatenate(weights, axis=1),
-            values_of(0, plan.step_groups),
-            (((1,), (0,)), ((), ())),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        added = product(jnp.concatenate(weights, axis=1), values_of(0, plan.step_groups), (((1,), (0,)), ((), ())))
         maximum[head_set], denominator[head_set] = top, total
         weighted[head_set] = weighted[head_set] * rescale[:, :1] + added
 
