@@ -100,21 +100,12 @@ def test_cycles_of_the_kernel_that_comes_with_jax_are_those_counted_by_hand(targ
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "kv", "allowed"),
-    [
-        ("v5e", "bf16", 1.0),
-        ("v5e", "fp8", 1.0),
-        ("v6e", "bf16", 1.0),
-        ("v6e", "fp8", 1.1),
-        ("tpu7x", "bf16", 1.05),
-        ("tpu7x", "fp8", 1.7),
-    ],
-)
+@pytest.mark.parametrize("target", ["v5e", "v6e", "tpu7x"])
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
 @pytest.mark.parametrize("block_size", [16, 32, 128])
-def test_decode_keeps_up_with_memory(target, kv, allowed, block_size):
+def test_decode_keeps_up_with_memory(target, kv, block_size):
     report = compile_case(target, "paged_decode", f"d128_kv8_g4_b{block_size}_{kv}")
-    assert report["cycles_over_allowed"] <= allowed
+    assert report["cycles_over_allowed"] <= 1.0
     assert report["temp_bytes"] < 32 * 2**20, "the pools were copied"
 
 
