@@ -102,7 +102,7 @@ def compile_case(target, kernel, case):
 @pytest.mark.parametrize(("target", "page", "cycles"), [("v5e", 16, 4328), ("v6e", 128, 1848), ("tpu7x", 32, 4090)])
 def test_cycles_of_the_kernel_that_comes_with_jax_are_those_counted_by_hand(target, page, cycles):
     report = compile_case(target, "jax_paged_decode", f"d128_kv8_g4_b{page}_bf16")
-    assert report["cycles_per_mib"] == pytest.approx(cycles, rel=0.02)  # versions of jax differ by that much
+    assert report["cycles_per_mib"] == pytest.approx(cycles, rel=0.05)  # counted for jax 0.12; 0.10.2 takes 4 % more
     assert report["spills"] == 0
 
 
