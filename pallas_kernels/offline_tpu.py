@@ -220,9 +220,10 @@ def find_loops(schedule: Sequence[str]) -> list[Loop]:
 def steady_loops(schedule: Sequence[str], kv_bytes: int | None) -> list[SteadyLoop]:
     """The loops that run again and again while a long sequence is attended: its matrix products and its fetches.
 
-    The first is the deepest loop with matrix products. What a branch jumps over in the steady state is not counted: a
-    region with a loop of its own (the search for another sequence), and of several regions that start DMAs all but the
-    last, as those before it fetch what comes first of all. If fetches have a loop of their own, that counts too.
+    The first is the deepest loop with matrix products. Of what a branch in it can jump over, two kinds of regions are
+    not counted, unless there are products in them: those with a loop of their own (the search for another sequence),
+    and of several that start DMAs all but the last, as those before it fetch what comes first of all. If fetches have a
+    loop of their own, that counts too.
 
     Args:
       schedule: as `read_schedule` gives it.
@@ -233,15 +234,16 @@ def steady_loops(schedule: Sequence[str], kv_bytes: int | None) -> list[SteadyLo
       Nothing if there is no loop with matrix products.
     """
     loops = find_loops(schedule)
-    products = [loop for loop in loops if any("vmatmul" in bundle for bundle in schedule[loop.start : loop.end])]
+    products = [loop for loop in loops if _multiplies(schedule[loop.start : loop.end])]
     if not products:
         return []
     inner = [a for a in products if not any(_within(b, a) for b in products)]
-    compute = max(inner, key=lambda loop: loop.end - loop.start)
+    # Where a loop fetches as it computes, one that does not is what is left at the end.
+    compute = max(inner, key=lambda loop: (_fetched_bytes(schedule[loop.start : loop.end]) > 0, loop.end - loop.start))
     regions = [
         (branch + 1, target)
         for branch, target in _branches(schedule)
-        if compute.start <= branch < target <= compute.end
+        if compute.start <= branch < target <= compute.end and not _multiplies(schedule[branch:target])
     ]
     fetching = [region for region in regions if _fetched_bytes(schedule[slice(*region)])]
     skipped = [
@@ -275,6 +277,10 @@ def _within(inner: Loop, outer: Loop) -> bool:
 def _branches(schedule: Sequence[str]) -> list[tuple[int, int]]:
     """Each branch and where it goes."""
     return [(i, int(target)) for i, bundle in enumerate(schedule) for target in _BRANCH.findall(bundle)]
+
+
+def _multiplies(bundles: Sequence[str]) -> bool:
+    return any("vmatmul" in bundle for bundle in bundles)
 
 
 def _fetched_bytes(bundles: Sequence[str]) -> int:

@@ -85,6 +85,7 @@ CALLS = (
         make_case("chunks_bf16", tokens=32, max_q_len=32, q_dtype="bfloat16", kv_dtype="bfloat16"),
         CHUNKS,
     ),
+    ("eager", make_case("decode_e5m2", kv_dtype="float8_e5m2", q_dtype="bfloat16"), DECODE),
 )
 IDS = [f"{case.name}-{mode}" for mode, case, _ in CALLS]
 
@@ -199,7 +200,7 @@ def test_writes_and_copies_change_no_other_bit(mode):
     np.testing.assert_array_equal(np.asarray(between.astype(jnp.float32)), only.reshape(pool.shape))
 
 
-def test_every_float8_e4m3_widens_to_its_value_by_way_of_the_older_format():
+def test_every_float8_e4m3_has_its_value_as_one_of_the_older_format():
     codes = np.arange(256, dtype=np.uint8)
     stored = np.resize(codes, (32, 128)).view(jnp.float8_e4m3fn)
     plan = _mosaic_tpu.make_plan(
@@ -221,7 +222,7 @@ def test_every_float8_e4m3_widens_to_its_value_by_way_of_the_older_format():
     )
 
     def kernel(x, o):
-        o[...] = _mosaic_tpu.widen(x[...], plan).astype(jnp.float32) * _mosaic_tpu.UNPACK_FACTOR
+        o[...] = _mosaic_tpu.operand(x[...], plan).astype(jnp.float32) * _mosaic_tpu.UNPACK_FACTOR
 
     with interpreted("eager"):
         wide = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(stored.shape, jnp.float32))(jnp.asarray(stored))
