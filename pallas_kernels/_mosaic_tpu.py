@@ -29,10 +29,11 @@ from jaxtyping import Array, Float, Float32, Int32, Num
 
 LANES = 128
 SUBLANES = 8
+MXU_COLUMNS = 256  # of the widest matrix unit
 LOG2_E = math.log2(math.e)
 # The running maximum starts here: below any logit, yet so that 2**(masked - maximum) is 0 and never NaN.
 LOWEST = -1e30
-UNPACK_FACTOR = 16.0  # see `widen`
+UNPACK_FACTOR = 16.0  # see `operand`
 MIB = 2**20
 VMEM_LIMIT_BYTES = 48 * MIB  # of 64 MiB or 128 MiB that a core has
 GROUP = 8  # blocks whose DMAs are started together: their table entries are read ahead of the first
@@ -76,6 +77,7 @@ class Plan:
       q_tile: queries of a tile, a power of two; 1 unless `apart`.
       rows: rows of a tile's query matrix: (query head of the group, query) if `apart`, else query heads.
       group: blocks whose DMAs are started together.
+      piece_groups: groups whose logits are one matrix product.
       step_groups: groups in a step of the softmax.
       steps: steps in a fetch.
       window: positions that a query sees, or None.
@@ -83,7 +85,7 @@ class Plan:
       from_start: whether every tile sees its first slot, so that no lower bound is needed.
       in_table: whether blocks are found in a table; else they follow one another.
       scaled: whether every slot has scales of its own.
-      unpack: whether float8_e4m3fn is widened by way of the older format that the hardware unpacks.
+      unpack: whether float8_e4m3fn is stored and has to be taken for the older format that the chip knows.
       dtype: of the operands of matrix products.
     """
 
@@ -95,6 +97,7 @@ class Plan:
     q_tile: int
     rows: int
     group: int
+    piece_groups: int
     step_groups: int
     steps: int
     window: int | None
@@ -186,6 +189,7 @@ def make_plan(
         q_tile=q_tile,
         rows=rows,
         group=group,
+        piece_groups=least * -(-MXU_COLUMNS // (least * group * block_size * heads)),
         step_groups=step_groups,
         steps=max(1, fetched // step_slots),
         **options,
@@ -318,11 +322,10 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
         for i, (scale, buffer) in enumerate(zip(slot_scales, scale_buffers, strict=True)):
             pltpu.make_async_copy(scale.at[t, fetch], buffer.at[side], arrived.at[side, 2 + i]).start()
 
-    def start_step(first, blocks, side, step):
-        """Starts a step's part of a fetch without a branch, so that the work of another step can hide some of it."""
-        first_group = step * plan.step_groups
+    def start_groups(first, blocks, side, first_group, count):
+        """Starts some groups of a fetch without a branch, so that matrix products can hide it."""
         entry, left = first + first_group * plan.group, blocks - first_group * plan.group
-        for group in range(plan.step_groups):
+        for group in range(count):
             for i in range(plan.group):
                 at = group * plan.group + i
                 pl.when(at < left)(functools.partial(fetch_listed, entry + at, side, first_group + group, i, 1))
@@ -359,9 +362,15 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
         if not plan.from_start:
             pl.when((fetch == 0) & (low > 0))(lambda: clear(side, fetch, 0))
 
-    def attend(side, step, first_slot, head_set, keys, values, seen_whole, meanwhile=lambda: None):
-        """One step of the online softmax for one set of KV heads; `meanwhile` does what its latencies can hide."""
+    def attend(side, step, first_slot, head_set, keys_of, values_of, seen_whole, meanwhile=lambda *_: None):
+        """One step of the online softmax for one set of KV heads.
+
+        `keys_of` and `values_of` load what is stored in groups of the step, given the first and how many. `meanwhile`,
+        given the same, is called between the keys of these groups and the next. What it does to the other buffer could
+        be to this one for all the compiler knows, which moves no start of a DMA past a load.
+        """
         precision = lax.Precision.HIGHEST if plan.dtype == "float32" else None
+        product = functools.partial(lax.dot_general, precision=precision, preferred_element_type=jnp.float32)
         row = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 0)
         lane = lax.broadcasted_iota(jnp.int32, (plan.rows, LANES), 1)
         position = queries[tile] + (row & (plan.q_tile - 1))
@@ -376,15 +385,14 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
         def slot_scale(which, i):
             return scale_buffers[which][side, step, pl.ds(head_set, 1), i * LANES : (i + 1) * LANES]
 
-        scores = lax.dot_general(
-            q[0, head_set].astype(plan.dtype),
-            keys,
-            (((1,), (1,)), ((), ())),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
         top = maximum[head_set]
         before = top
+        pieces = []
+        for first_group in range(0, plan.step_groups, plan.piece_groups):
+            some = (first_group, min(plan.piece_groups, plan.step_groups - first_group))
+            pieces.append(product(q[0, head_set].astype(plan.dtype), keys_of(*some), (((1,), (1,)), ((), ()))))
+            meanwhile(*some)
+        scores = jnp.concatenate(pieces, axis=1)
         for i in range(plan.columns // LANES):
             chunk = slice(i * LANES, (i + 1) * LANES)
             part = scores[:, chunk] * factor[head_set]
@@ -401,7 +409,6 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
             part = part if seen is None else jnp.where(seen, part, -jnp.inf)
             logits[:, chunk] = part
             top = jnp.maximum(top, part)
-        meanwhile()
         top = jnp.broadcast_to(jnp.max(top, axis=1, keepdims=True), top.shape)
         rescale = jnp.exp2(before - top)
         total, weights = denominator[head_set] * rescale, []
@@ -409,29 +416,31 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
             weight = jnp.exp2(logits[:, i * LANES : (i + 1) * LANES] - top)
             total += weight
             weights.append((weight * slot_scale(1, i) if plan.scaled else weight).astype(plan.dtype))
-        added = lax.dot_general(
-            jnp.concatenate(weights, axis=1),
-            values,
-            (((1,), (0,)), ((), ())),
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        added = product(jnp.concatenate(weights, axis=1), values_of(0, plan.step_groups), (((1,), (0,)), ((), ())))
         maximum[head_set], denominator[head_set] = top, total
         weighted[head_set] = weighted[head_set] * rescale[:, :1] + added
 
-    def attend_step(side, fetch, step, seen_whole, meanwhile=lambda: None):
+    def attend_step(side, fetch, step, seen_whole, meanwhile=lambda *_: None):
         first_slot = fetch * plan.fetch_slots + step * plan.step_slots
-        part = pl.ds(step * plan.step_groups, plan.step_groups)
-        keys, values = (widen(buffer[side, part].reshape(-1, plan.head_dim), plan) for _, buffer in pools)
+
+        def load(buffer, first_group, count):
+            part = buffer[side, pl.ds(step * plan.step_groups + first_group, count)]
+            return operand(part.reshape(-1, plan.head_dim), plan)
+
         if not plan.apart:
-            attend(side, step, first_slot, 0, keys, values, seen_whole, meanwhile)
+            keys_of, values_of = (functools.partial(load, buffer) for buffer in (k_buffer, v_buffer))
+            attend(side, step, first_slot, 0, keys_of, values_of, seen_whole, meanwhile)
             return
-        stages[0][...], stages[1][...] = keys.astype(jnp.float32), values.astype(jnp.float32)
+        for stage, (_, buffer) in zip(stages, pools, strict=True):
+            stage[...] = load(buffer, 0, plan.step_groups).astype(jnp.float32)
 
         def one_head(head, _):
-            rows = pl.ds(head, plan.step_slots, plan.kv_heads)
-            head_keys, head_values = (stage[rows, :].astype(plan.dtype) for stage in stages)
-            attend(side, step, first_slot, head, head_keys, head_values, seen_whole)
+            def rows_of(stage, first_group, count):
+                rows = pl.ds(first_group * group_slots * plan.kv_heads + head, count * group_slots, plan.kv_heads)
+                return stage[rows, :].astype(plan.dtype)
+
+            keys_of, values_of = (functools.partial(rows_of, stage) for stage in stages)
+            attend(side, step, first_slot, head, keys_of, values_of, seen_whole)
 
         lax.fori_loop(0, plan.kv_heads, one_head, None)
 
@@ -463,10 +472,10 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
         first, blocks = first_of(next_tile, next_fetch), jnp.where(more, blocks_of(next_tile, next_fetch), 0)
 
         def whole_step(step, _):
-            if plan.in_table and not plan.apart:
-                attend_step(side, fetch, step, True, lambda: start_step(first, blocks, 1 - side, step))
-            else:
-                attend_step(side, fetch, step, True)
+            def start_next(first_group, count):
+                start_groups(first, blocks, 1 - side, step * plan.step_groups + first_group, count)
+
+            attend_step(side, fetch, step, True, *((start_next,) if plan.in_table and not plan.apart else ()))
 
         if plan.from_start:
             lax.fori_loop(0, whole, whole_step, None)
@@ -480,21 +489,24 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
     lse[0] = jnp.broadcast_to(logarithm, lse.shape[1:])
 
 
-def widen(stored: jax.Array, plan: Plan) -> jax.Array:
-    """Stored elements as operands of matrix products.
+def operand(stored: jax.Array, plan: Plan) -> jax.Array:
+    """Stored elements as operands of matrix products with others of `plan.dtype`.
 
-    Chips before TPU7x unpack no float8_e4m3fn, only its forerunner float8_e4m3b11fnuz, whose values are the same bits
+    Matrix units take 8-bit floats beside bfloat16, which halves what they are fed and saves every conversion. Those of
+    chips before TPU7x know no float8_e4m3fn, only its forerunner float8_e4m3b11fnuz, whose values are the same bits
     divided by 16, with two exceptions: its NaN is the pattern of -0.0, which is replaced by 0 in four instructions for
-    four elements, and the NaN of float8_e4m3fn is its 30, so that a NaN counts as 480. The compiler's own conversion
-    puts both right one element at a time, for twice the cycles of all else. `UNPACK_FACTOR` makes up for the rest.
+    four elements, and the NaN of float8_e4m3fn is its 30, so that a NaN counts as 480. `UNPACK_FACTOR` makes up for the
+    rest.
     """
-    if not (plan.unpack and stored.dtype == jnp.float8_e4m3fn):
-        return stored.astype(jnp.float32).astype(plan.dtype) if stored.dtype == jnp.int8 else stored.astype(plan.dtype)
-    bits = pltpu.bitcast(stored, jnp.int32)
-    no_sign, ones = jnp.int32(0x7F7F7F7F), jnp.int32(0x01010101)
-    # Bit 7 of a byte stays set through the subtraction if any of the other seven is.
-    not_zero = (bits | ~no_sign) - ones
-    return pltpu.bitcast(bits & (not_zero | no_sign), jnp.float8_e4m3b11fnuz).astype(plan.dtype)
+    if plan.unpack:
+        bits = pltpu.bitcast(stored, jnp.int32)
+        no_sign, ones = jnp.int32(0x7F7F7F7F), jnp.int32(0x01010101)
+        # Bit 7 of a byte stays set through the subtraction if any of the other seven is.
+        not_zero = (bits | ~no_sign) - ones
+        return pltpu.bitcast(bits & (not_zero | no_sign), jnp.float8_e4m3b11fnuz)
+    if stored.dtype == jnp.int8:
+        return stored.astype(jnp.float32).astype(plan.dtype)
+    return stored if stored.dtype.itemsize == 1 and plan.dtype == "bfloat16" else stored.astype(plan.dtype)
 
 
 def _round_up(n: int, multiple: int) -> int:

@@ -15,15 +15,13 @@ warnings.filterwarnings(
 def absent_device(device_kind: str, num_cores: int, platform: str) -> contextlib.AbstractContextManager[object]:
     """A context in which programs are traced and lowered for a device that this machine lacks.
 
-    Since 0.11 a kernel asks the mesh what it is lowered for; before, the lowering platform was enough.
+    Kernels ask for the chip they are traced for, and since jax 0.11 for that which they are lowered for.
 
     Args:
       device_kind: as `jax.Device.device_kind` spells it.
       num_cores: streaming multiprocessors or tensor cores of the device.
       platform: "gpu" or "tpu".
     """
-    if jax.__version_info__ < (0, 11):
-        return contextlib.nullcontext()
     device = jax.sharding.AbstractDevice(device_kind=device_kind, num_cores=num_cores, platform=platform)
     # Without axes, so that shardings inside the program are free to name any.
     return jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device))

@@ -258,6 +258,9 @@ class Kernel(NamedTuple):
     kind: str = ""  # of attention cases
 
 
+# Cases of jax's kernel, which takes none of the options and not every size.
+_COMPARED = tuple(f"d128_kv8_g4_b{block_size}_{dtype}" for block_size in (16, 32, 128) for dtype in ("bf16", "fp8"))
+
 _paged = functools.partial(_attention, paged=True)
 _contiguous = functools.partial(_attention, paged=False)
 
@@ -268,8 +271,7 @@ KERNELS: Mapping[str, Kernel] = {
     "contiguous_prefill": Kernel(_contiguous, contiguous_shapes.CASES, "prefill"),
     "kv_write": Kernel(_write, write_shapes.CASES),
     "block_copy": Kernel(_copy, copy_shapes.CASES),
-    # Of its sizes it takes powers of two and of the options none.
     "jax_paged_decode": Kernel(
-        _jax_decode, tuple(case for case in contiguous_shapes.CASES if case.offline and case.scales == "none"), "decode"
+        _jax_decode, tuple(case for case in paged_shapes.CASES if case.name in _COMPARED), "decode"
     ),
 }

@@ -228,7 +228,8 @@ def steady_loops(schedule: Sequence[str], kv_bytes: int | None) -> list[SteadyLo
     if not products:
         return []
     inner = [a for a in products if not any(_within(b, a) for b in products)]
-    compute = max(inner, key=lambda loop: loop.end - loop.start)
+    # Where a loop fetches as it computes, one that does not is what is left at the end.
+    compute = max(inner, key=lambda loop: (_fetched_bytes(schedule[loop.start : loop.end]) > 0, loop.end - loop.start))
     regions = [
         (branch + 1, target)
         for branch, target in _branches(schedule)

@@ -66,6 +66,7 @@ CASES = {
         make_chunks("chunks"),
         make_chunks("chunks_window", window=25, sinks=True, return_lse=True),
         make_chunks("chunks_e5m2_new", kv_dtype="float8_e5m2", scales="token", reads_new=True),
+        make_case("decode_e5m2", kv_dtype="float8_e5m2", q_dtype="bfloat16"),
         make_chunks("chunks_bf16", q_dtype="bfloat16", kv_dtype="bfloat16"),
     )
 }

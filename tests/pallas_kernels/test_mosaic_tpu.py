@@ -34,6 +34,7 @@ def calls(quick, soak):
         ("decode_group_of_5", "eager"),
         ("decode_3_kv_heads", "eager"),
         ("decode_e4m3", "eager"),
+        ("decode_e5m2", "eager"),
         ("decode_int8_new", "races"),
         ("chunks", "races"),
         ("chunks_window", "eager"),
@@ -79,7 +80,7 @@ def test_writes_and_copies_change_no_other_bit(mode):
         check_copies(*operations[1:], CopyCase("", 17, 8, 0, (8, 128), "bfloat16"))
 
 
-def test_every_float8_e4m3_widens_to_its_value_by_way_of_the_older_format():
+def test_every_float8_e4m3_has_its_value_as_one_of_the_older_format():
     codes = np.arange(256, dtype=np.uint8)
     stored = np.resize(codes, (32, 128)).view(jnp.float8_e4m3fn)
     plan = _mosaic_tpu.make_plan(
@@ -101,7 +102,7 @@ def test_every_float8_e4m3_widens_to_its_value_by_way_of_the_older_format():
     )
 
     def kernel(x, o):
-        o[...] = _mosaic_tpu.widen(x[...], plan).astype(jnp.float32) * _mosaic_tpu.UNPACK_FACTOR
+        o[...] = _mosaic_tpu.operand(x[...], plan).astype(jnp.float32) * _mosaic_tpu.UNPACK_FACTOR
 
     with interpreted("eager"):
         wide = pl.pallas_call(kernel, out_shape=jax.ShapeDtypeStruct(stored.shape, jnp.float32))(jnp.asarray(stored))

@@ -130,7 +130,7 @@ MORE = (
         "chunks",
     ),
     Mutant("queries of one position", {"(row & (plan.q_tile - 1))": "(row & 0)"}, "chunks"),
-    Mutant("one KV head for all", {"pl.ds(head, plan.step_slots": "pl.ds(0, plan.step_slots"}, "chunks"),
+    Mutant("one KV head for all", {"plan.kv_heads + head, count": "plan.kv_heads, count"}, "chunks"),
     Mutant("window of one more", {"((plan.window or 1) - 1)": "plan.window"}, "chunks_window"),
     Mutant(
         "ranges read from their block on",

@@ -61,6 +61,13 @@ def test_fetches_in_a_loop_of_their_own_count_too():
     assert [(loop.cycles, loop.kv_bytes) for loop in loops] == [(6, 4096), (7, 64 * offline_tpu.GRANULE_BYTES)]
 
 
+def test_of_two_loops_of_products_the_one_that_fetches_too_counts():
+    whole = [FETCH, "%2 = vmatmul.bf16 %v1", "%3 = sbr.rel (%p1) target bundleno = 0 (0x0)", "", "", "", ""]
+    last = ["%2 = vmatmul.bf16 %v1", "", "", "%3 = sbr.rel (%p1) target bundleno = 7 (0x7)", "", "", "", ""]
+    (loop,) = offline_tpu.steady_loops([*whole, *last, "%4 = shalt.err"], 4096)
+    assert (loop.cycles, loop.kv_bytes) == (7, 4096)
+
+
 def test_bytes_must_be_given_for_a_loop_that_fetches_nothing():
     compute = ["%2 = vmatmul.bf16 %v1", "%3 = sbr.rel (%p1) target bundleno = 0 (0x0)", "", "", "", ""]
     with pytest.raises(ValueError, match="kv_bytes"):
@@ -93,14 +100,12 @@ def test_cycles_of_the_kernel_that_comes_with_jax_are_those_counted_by_hand(targ
 
 @needs_libtpu
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("target", "kv", "allowed"),
-    [("v5e", "bf16", 1.0), ("v5e", "fp8", 1.0), ("v6e", "bf16", 1.0), ("v6e", "fp8", 1.1), ("tpu7x", "bf16", 1.05)],
-)
+@pytest.mark.parametrize("target", ["v5e", "v6e", "tpu7x"])
+@pytest.mark.parametrize("kv", ["bf16", "fp8"])
 @pytest.mark.parametrize("block_size", [16, 32, 128])
-def test_decode_keeps_up_with_memory(target, kv, allowed, block_size):
+def test_decode_keeps_up_with_memory(target, kv, block_size):
     report = compile_case(target, "paged_decode", f"d128_kv8_g4_b{block_size}_{kv}")
-    assert report["cycles_over_allowed"] <= allowed
+    assert report["cycles_over_allowed"] <= 1.0
     assert report["temp_bytes"] < 32 * 2**20, "the pools were copied"
 
 
