@@ -484,7 +484,7 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
 
     lax.fori_loop(0, fetches, one_fetch, None)
     total = jnp.sum(denominator[...], axis=-1, keepdims=True)
-    some = total > 0
+    some = total != 0  # where it is NaN, so is the output
     out[0] = jnp.where(some, weighted[...] / jnp.where(some, total, 1), 0)
     logarithm = jnp.where(some, maximum[...][..., :1] + jnp.log2(jnp.where(some, total, 1)), -jnp.inf)
     lse[0] = jnp.broadcast_to(logarithm, lse.shape[1:])

@@ -38,6 +38,7 @@ CASES: tuple[CopyCase, ...] = (
     CopyCase("block1_d8_kv1_bfloat16", 40, 1, 16, (1, 8), "bfloat16"),
     CopyCase("block3_d5_kv3_float32", 17, 3, 8, (3, 5), "float32"),
     CopyCase("block7_d5_kv3_float8_e4m3fn", 13, 7, 8, (3, 5), "float8_e4m3fn"),
+    CopyCase("block16_d40_kv4_float32", 10, 16, 8, (4, 40), "float32"),  # more than one program of a GPU moves
     CopyCase("scale_of_each_slot_and_head", 24, 16, 12, (2,), "float32"),
     CopyCase("scale_of_each_block", 24, 1, 12, (), "bfloat16"),
     *(

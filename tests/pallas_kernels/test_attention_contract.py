@@ -190,6 +190,15 @@ def test_logarithms_are_nan_where_the_output_is(way):
     assert np.isnan(lse[of_sequence(broken, 1)]).all()
 
 
+@paged_ways
+@pytest.mark.parametrize("pool", ["k_blocks", "v_blocks"])
+def test_what_is_not_a_number_shows_in_the_sequence_that_holds_it(way, pool):
+    # Sequence 3 has 255 positions.
+    clean, broken = (make_problem(DECODE, DECODE.batches["around_a_tile"], 0) for _ in range(2))
+    getattr(broken, pool)[broken.block_tables[3, 12], 5] = np.nan
+    assert_shows(paged(way, broken), paged(way, clean), [3])
+
+
 @contiguous_ways
 @pytest.mark.parametrize("start", [-1, 10**6, 2**31 - 1, -(2**31)])
 def test_a_range_that_leaves_the_arena_shows_in_its_sequence_alone(way, start):

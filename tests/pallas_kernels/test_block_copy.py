@@ -1,5 +1,6 @@
 """Copies and fills of blocks against plain NumPy, bit for bit, and what their compiled programs need."""
 
+import functools
 import inspect
 import math
 import re
@@ -12,104 +13,59 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pallas_kernels.block_copy import block_copy, block_copy_between, fill_blocks, reference
-from pallas_kernels.block_copy.api import COPY_BACKENDS, COPY_BETWEEN_BACKENDS, FILL_BACKENDS
+from pallas_kernels.block_copy.api import COPY_BACKENDS, FILL_BACKENDS
 from pallas_kernels.block_copy.shapes import CASES, CopyCase
+from tests.pallas_kernels.copy_oracle import (
+    assert_same_bits,
+    check_copies,
+    check_fills,
+    copied,
+    filled,
+    random_bits,
+    random_numbers,
+)
 from tests.pallas_kernels.ways import ways
 
 SMALL = tuple(case for case in CASES if not case.offline)
 DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
-OUT_OF_RANGE = (-1, -(2**31), 2**30, 2**31 - 1)
-EXTRA_BLOCKS = 5  # of the other pool, so that ids of one pool are none of the other's
-
-
-def random_bits(rng, case, num_blocks):
-    """Any bits at all: NaN payloads, infinities and denormals are data to a copy."""
-    shape = (num_blocks * case.block_size, *case.item, np.dtype(case.dtype).itemsize)
-    return rng.integers(0, 256, shape, np.uint8).view(case.dtype)[..., 0]
-
-
-def random_numbers(rng, case, num_blocks):
-    return rng.integers(-8, 8, (num_blocks * case.block_size, *case.item)).astype(case.dtype)
-
-
-def bits(array):
-    return np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-
-
-def assert_same_bits(result, expected):
-    assert (result.shape, result.dtype) == (expected.shape, expected.dtype)
-    np.testing.assert_array_equal(bits(np.asarray(result)), bits(expected))
-
-
-def copied(src_pool, dst_pool, src, dst, block_size):
-    """Each pair in turn, all of them reading the blocks of before."""
-    out = dst_pool.copy()
-    for s, d in zip(src.tolist(), dst.tolist(), strict=True):
-        if 0 <= s < len(src_pool) // block_size and 0 <= d < len(dst_pool) // block_size:
-            out[d * block_size : (d + 1) * block_size] = src_pool[s * block_size : (s + 1) * block_size]
-    return out
-
-
-def filled(pool, ids, value, block_size):
-    out = pool.copy()
-    for block in ids.tolist():
-        if 0 <= block < len(pool) // block_size:
-            out[block * block_size : (block + 1) * block_size] = np.asarray(value).astype(pool.dtype)
-    return out
-
-
-def hard_pairs(case):
-    """A chain, a cycle, a block onto itself, one to many, many to one, the first and last block, and empty places."""
-    last, sentinel = case.num_blocks - 1, case.num_blocks
-    pairs = [(0, 1), (1, 2), (sentinel, 0), (4, 5), (5, 4), (0, sentinel), (3, 3), (0, last), (3, last)]
-    pairs += [(-1, 6), (6, -1), *zip(OUT_OF_RANGE, OUT_OF_RANGE[::-1], strict=True)]
-    return np.array(pairs, np.int32).T
-
-
-def check(operations, case, pool_of=random_bits):
-    """Everything that `operations` (copy, copy_between, fill) promise, of one case."""
-    copy, between, fill = operations
-    rng = np.random.default_rng(0)
-    pool = pool_of(rng, case, case.num_blocks)
-    larger = pool_of(rng, case, case.num_blocks + EXTRA_BLOCKS)
-    src, dst = hard_pairs(case)
-    shuffled = np.resize(rng.permutation(case.num_blocks), src.size).astype(np.int32)
-    nobody = np.full_like(src, case.num_blocks + EXTRA_BLOCKS)
-    far = nobody.copy()
-    far[[2, 4, 6]] = (case.num_blocks, 1, case.num_blocks + EXTRA_BLOCKS - 1)
-    for s, d in ((src, dst), (shuffled, np.roll(shuffled, 1)), (far, far), (nobody, nobody), (dst, src)):
-        arrays = [jnp.asarray(ids) for ids in (s, d)]
-        assert_same_bits(copy(jnp.asarray(pool), *arrays, case.block_size), copied(pool, pool, s, d, case.block_size))
-        for one, other in ((pool, larger), (larger, pool)):
-            out = between(jnp.asarray(one), jnp.asarray(other), *arrays, case.block_size)
-            assert_same_bits(out, copied(one, other, s, d, case.block_size))
-    for value in (0, 0.5, math.nan) if case.dtype != "int8" else (0, -3):
-        for ids in (src, far, nobody):
-            out = fill(jnp.asarray(pool), jnp.asarray(ids), value, case.block_size)
-            assert_same_bits(out, filled(pool, ids, value, case.block_size))
 
 
 def raw_operations():
     """The reference as it is now, traced anew: by functions of their own, as programs are cached by function."""
     between, fill = map(inspect.unwrap, (reference.block_copy_between, reference.fill_blocks))
-    copies = jax.jit(lambda pool, src, dst, size: between(pool, pool, src, dst, block_size=size), static_argnums=3)
-    copies_between = jax.jit(lambda *of: between(*of[:4], block_size=of[4]), static_argnums=4)
-    fills = jax.jit(lambda *of: fill(*of[:3], block_size=of[3]), static_argnums=3)
-    return copies, copies_between, lambda pool, ids, value, size: fills(pool, ids, jnp.asarray(value, pool.dtype), size)
+    copies = jax.jit(
+        lambda pool, src, dst, block_size: between(pool, pool, src, dst, block_size=block_size),
+        static_argnames="block_size",
+    )
+    copies_between = jax.jit(lambda *of, block_size: between(*of, block_size=block_size), static_argnames="block_size")
+    fills = jax.jit(lambda *of, block_size: fill(*of, block_size=block_size), static_argnames="block_size")
+    return (
+        copies,
+        copies_between,
+        lambda pool, ids, value, **size: fills(pool, ids, jnp.asarray(value, pool.dtype), **size),
+    )
+
+
+def check(operations, case, pool_of=random_bits):
+    """Everything that `operations` (copy, copy_between, fill) promise, of one case."""
+    *copies, fill = operations
+    check_copies(*copies, case, pool_of)
+    check_fills(fill, case, pool_of)
 
 
 @pytest.mark.parametrize("way", ways(COPY_BACKENDS))
 @pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
-def test_writes_the_named_blocks_and_no_other_bit(case, way):
-    backend, filler = way.backend, way.backend if way.backend in FILL_BACKENDS else None
-    assert backend in COPY_BETWEEN_BACKENDS
-    operations = (
-        lambda pool, src, dst, size: block_copy(pool, src, dst, block_size=size, backend=backend),
-        lambda one, other, src, dst, size: block_copy_between(one, other, src, dst, block_size=size, backend=backend),
-        lambda pool, ids, value, size: fill_blocks(pool, ids, value, block_size=size, backend=filler),
-    )
+def test_copies_the_named_blocks_and_no_other_bit(case, way):
+    operations = (functools.partial(operation, backend=way.backend) for operation in (block_copy, block_copy_between))
     with way.open():
-        check(operations, case)
+        check_copies(*operations, case)
+
+
+@pytest.mark.parametrize("way", ways(FILL_BACKENDS))
+@pytest.mark.parametrize("case", SMALL, ids=lambda case: case.name)
+def test_fills_the_named_blocks_and_no_other_bit(case, way):
+    with way.open():
+        check_fills(functools.partial(fill_blocks, backend=way.backend), case)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float8_e4m3fn"])

@@ -14,6 +14,7 @@ from pallas_kernels._triton_attention import Tiling
 from pallas_kernels.paged_attention import triton
 from pallas_kernels.paged_attention.shapes import CASES
 from tests.pallas_kernels.attention_oracle import assert_matches, make_problem
+from tests.pallas_kernels.mistakes import with_mistake
 
 CASE = {case.name: case for case in CASES}
 PLAIN = dataclasses.replace(
@@ -51,15 +52,15 @@ def arguments_of(case):
     return problem, arguments, static
 
 
-def attend(arguments, static, **tilings):
+def attend(arguments, static, *, kernels=triton, **tilings):
     """Around the jitted function, whose compiled program would not notice a change of the core."""
-    unjitted = inspect.unwrap(triton.paged_attention)
+    unjitted = inspect.unwrap(kernels.paged_attention)
     return jax.jit(functools.partial(unjitted, **static, **tilings, interpret=True))(**arguments)
 
 
-def solve(case, **tilings):
+def solve(case, **options):
     problem, arguments, static = arguments_of(case)
-    out, lse = attend(arguments, static, **tilings)
+    out, lse = attend(arguments, static, **options)
     expected = problem.expected()
     nothing = np.isneginf(expected.lse)  # rows that the kernel leaves undefined
     out = jnp.where(nothing[:, :, None], 0, out)
@@ -82,6 +83,11 @@ def window_of_one_more(query_positions, positions, window):
 
 def one_token_too_many(singles, kv_lens, cu_q_lens, window):
     return RIGHT["single_queries"](singles, kv_lens + 1, cu_q_lens, window)
+
+
+def neighbours_table(singles, kv_lens, cu_q_lens, window):
+    tiles = RIGHT["single_queries"](singles, kv_lens, cu_q_lens, window)
+    return dataclasses.replace(tiles, seq_ids=jnp.roll(tiles.seq_ids, 1))
 
 
 def no_rescale(state, logits, values, v_factor):
@@ -163,6 +169,7 @@ MUTANTS = [
     (WINDOW, "visible", no_window),
     (WINDOW, "visible", window_of_one_more),
     (PLAIN, "single_queries", one_token_too_many),
+    (PLAIN, "single_queries", neighbours_table),
     (PLAIN, "accumulate", no_rescale),
     (PLAIN, "accumulate", mean_of_values),
     (TOKEN, "accumulate", no_value_scale),
@@ -187,6 +194,13 @@ def test_a_wrong_kernel_is_caught(case, name, wrong, monkeypatch):
     monkeypatch.setattr(core, name, wrong)
     with pytest.raises(AssertionError, match=r"times the tolerance|not finite|logarithm"):
         solve(case)
+
+
+@pytest.mark.slow
+def test_a_sink_in_each_split_and_once_more_is_caught(monkeypatch):
+    wrong = with_mistake(monkeypatch, (core, triton), {"inputs = inputs._replace(sinks=None)": "pass"})
+    with pytest.raises(AssertionError, match="times the tolerance"):
+        solve(SINKS, kernels=wrong)
 
 
 @pytest.mark.parametrize("case", [PLAIN, WINDOW, SINKS, CAPPED, TOKEN, HEAD])
