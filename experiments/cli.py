@@ -1,4 +1,4 @@
-"""`python -m experiments {list,run,report,compile,doctor}`.
+"""`python -m experiments {list,run,report,compile,tune,doctor}`.
 
 Standard output carries tables and, as its last line, one compact JSON; all else goes to standard error. The exit code
 is 0, or 1 if a check of a run failed or the run is unfinished, or 2 if something must be put right first.
@@ -15,6 +15,7 @@ from experiments import registry
 from experiments.errors import UserError
 
 COMPILE_USAGE = "python -m experiments compile {CONFIG.yaml | KERNEL/CASE} [--out FILE.json] [--dotted.key VALUE ...]"
+TUNE_USAGE = "python -m experiments tune CONFIG.yaml [--install] [--out FILE.json] [--dotted.key VALUE ...]"
 RUN_USAGE = "python -m experiments run CONFIG.yaml [--out_dir runs] [--seed N] [--dotted.key VALUE ...]"
 
 
@@ -43,22 +44,25 @@ def main(argv: Sequence[str] | None = None, experiments: Mapping[str, str] = reg
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments", allow_abbrev=False, description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{list,run,report,compile,doctor}")
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{list,run,report,compile,tune,doctor}")
     for verb, words in (
         ("list", "the experiments, their configs and their runs"),
         ("run", "run a config, or resume its unfinished run"),
         ("report", "print a run's table again and rewrite its report.html"),
         ("compile", "compile kernels for devices that are not there, and hold them to limits"),
+        ("tune", "find the sizes that suit kernels on a device"),
         ("doctor", "what this machine can run, and what is missing"),
     ):
-        usage = {"run": RUN_USAGE, "compile": COMPILE_USAGE}.get(verb)
+        usage = {"run": RUN_USAGE, "compile": COMPILE_USAGE, "tune": TUNE_USAGE}.get(verb)
         sub = verbs.add_parser(
             verb, help=words, description=words, usage=usage, allow_abbrev=False, add_help=verb != "run"
         )
         if verb == "report":
             sub.add_argument("run_dir", type=pathlib.Path)
-        elif verb == "compile":
+        elif verb in ("compile", "tune"):
             sub.add_argument("--out", type=pathlib.Path, help="a file for the results, as JSON")
+            if verb == "tune":
+                sub.add_argument("--install", action="store_true", help="keep what is found for kernels to use")
         else:
             sub.add_argument("--out_dir", type=pathlib.Path, default=pathlib.Path("runs"), help="where runs are kept")
     return parser
@@ -94,6 +98,13 @@ def _dispatch(
         if len(paths) != 1:
             raise UserError(f"compile needs one config or one KERNEL/CASE, got {len(paths)}: {COMPILE_USAGE}")
         return compiling.command(paths[0], overrides, options.out, console)
+    if options.verb == "tune":
+        from experiments import tune
+
+        paths, overrides = parse_overrides(rest)
+        if len(paths) != 1:
+            raise UserError(f"tune needs one config, got {len(paths)}: {TUNE_USAGE}")
+        return tune.command(pathlib.Path(paths[0]), overrides, options.install, options.out, console)
     if rest:
         raise UserError(f"{options.verb} does not take {' '.join(rest)}")
     if options.verb == "report":

@@ -1,12 +1,13 @@
 """Do the kernels fit the machines they are for? Compiled for devices that need not be there, and held to limits.
 
-Every case is compiled in a process of its own, so that a compiler that aborts or hangs costs that case alone. The
-figures are the compilers' own, counted once as they stand in the code; nothing is run.
+Cases are compiled in processes, a few in each; those of one that aborts or hangs are compiled again one by one, so that
+it costs one case alone. The figures are the compilers' own, counted once as they stand in the code; nothing is run.
 """
 
 import concurrent.futures
 import dataclasses
 import fnmatch
+import itertools
 import json
 import pathlib
 import sys
@@ -47,6 +48,8 @@ METRICS: Mapping[str, Sequence[str]] = {
     ),
 }
 
+TOGETHER = 6  # cases of a process
+
 GLOSSARY: Mapping[str, str] = {
     "registers": "registers of a thread; fewer let more warps be resident",
     "spills": "bytes (GPU) or vector registers (TPU) that did not fit the registers and go through memory",
@@ -74,7 +77,7 @@ class Config:
       targets: devices and groups of them, such as h100, h100x8, v6e, tpu7x-8.
       cases: patterns of kernel/case, such as paged_decode/d128_*.
       jobs: processes that compile at once.
-      time_limit_s: of each process.
+      time_limit_s: of each process, for each of its cases.
       at_most: largest values by pattern of target/kernel/case and metric.
       at_least: smallest values likewise.
     """
@@ -129,8 +132,13 @@ def run(config: Config, run_dir: Any, progress: Progress) -> results.Results:
     del run_dir  # the results are all there is
     work = jobs(config)
     found: dict[str, dict[str, results.Value]] = {}
+    chunks: list[tuple[str, list[tuple[str, str]]]] = []
+    for target, group in itertools.groupby(work, key=lambda job: job[0]):
+        names = [(kernel, case) for _, kernel, case in group]
+        chunks += [(target, names[i : i + TOGETHER]) for i in range(0, len(names), TOGETHER)]
     with concurrent.futures.ThreadPoolExecutor(config.jobs) as pool, progress.task("compile", len(work)) as advance:
-        outcomes = pool.map(lambda job: _compile(job[0], job[1], job[2], config.time_limit_s), work)
+        done = pool.map(lambda chunk: _compile(chunk[0], chunk[1], config.time_limit_s), chunks)
+        outcomes = (outcome for chunk in done for outcome in chunk)
         for (target, kernel, case), outcome in zip(work, outcomes, strict=True):
             name = f"{target}/{kernel}/{case}"
             advance(note=name)
@@ -146,15 +154,21 @@ def run(config: Config, run_dir: Any, progress: Progress) -> results.Results:
     return found
 
 
-def _compile(target: str, kernel: str, case: str, time_limit_s: float) -> offline.Outcome:
+def _compile(target: str, names: Sequence[tuple[str, str]], time_limit_s: float) -> list[offline.Outcome]:
+    """Compiles kernels and cases in one process, and if that does not end well, each in one of its own."""
     from pallas_kernels import offline_cases
 
-    return offline.run_job(
-        "pallas_kernels.offline_cases:compile_case",
-        {"target": target, "kernel": kernel, "case": case},
+    outcome = offline.run_job(
+        "pallas_kernels.offline_cases:compile_cases",
+        {"target": target, "names": names},
         environment=offline_cases.compiler(TOPOLOGIES[target].target.platform).environment(target),
-        time_limit_s=time_limit_s,
+        time_limit_s=time_limit_s * len(names),
     )
+    if outcome.status == "ok":
+        return [offline.Outcome(**each, seconds=outcome.seconds) for each in outcome.report["outcomes"]]
+    if len(names) == 1:
+        return [outcome]
+    return [one for name in names for one in _compile(target, [name], time_limit_s)]
 
 
 def broken_limits(name: str, row: Mapping[str, results.Value], config: Config) -> dict[str, results.Value]:

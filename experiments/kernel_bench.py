@@ -151,10 +151,10 @@ def summarise(timed: list[Call], frame: pl.DataFrame, errors: dict[str, float]) 
     ms = {name: np.array(group["ms"]) for (name,), group in frame.sort("repeat").group_by("name")}
     copy_bytes = 2 * (k.nbytes + v.nbytes)  # read and written
     copy_gb_per_s = copy_bytes / np.median(ms["copy"]) / 1e6
-    found = {f"{work.name}_copy": _spread(ms["copy"]) | {"gb_per_s": copy_gb_per_s, "fraction_of_copy": 1.0}}
+    found = {f"{work.name}_copy": spread(ms["copy"]) | {"gb_per_s": copy_gb_per_s, "fraction_of_copy": 1.0}}
     for call in timed:
         gb_per_s = work.bytes_moved(call.block_size) / np.median(ms[call.name]) / 1e6
-        found[call.name] = _spread(ms[call.name]) | {
+        found[call.name] = spread(ms[call.name]) | {
             "gb_per_s": gb_per_s,
             "fraction_of_copy": gb_per_s / copy_gb_per_s,
             "paged_over_contiguous": float(np.median(ms[call.name] / ms[timed[0].name])),
@@ -201,7 +201,8 @@ def _errors(timed: list[Call]) -> dict[str, float]:
     return {name: float(np.max(np.abs(out - right)) / np.max(np.abs(right))) for name, out in outputs.items()}
 
 
-def _spread(ms: np.ndarray) -> dict[str, float]:
+def spread(ms: np.ndarray) -> dict[str, float]:
+    """Median and quartiles of milliseconds."""
     lower, median, upper = np.quantile(ms, (0.25, 0.5, 0.75))
     return {"ms": float(median), "ms_lower_quartile": float(lower), "ms_upper_quartile": float(upper)}
 

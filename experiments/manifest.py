@@ -35,6 +35,7 @@ def begin(run_id: str, config_hash: str, seed: int, argv: Sequence[str]) -> dict
         "versions": versions(),
         "devices": devices(),
         "environment": environment(),
+        "kernels": {},  # backends and sizes that the session which finishes the run chose
         "inputs": {},
         "earlier_sessions": [],
     }

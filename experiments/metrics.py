@@ -63,8 +63,10 @@ GLOSSARY = {
     "output_tokens_per_s": "output tokens of all requests over the time from the first arrival to the last token",
     "refused_or_empty": "requests that could never fit, or asked for nothing",
     "compared_requests": "requests that every memory served; TTFT, TPOT, ITL and latency are of these",
-    "tokens_compared": "requests that this memory and the first one both served",
-    "tokens_equal": "those got the same tokens as under the first memory, near ties aside; - if there were none",
+    "tokens_reference": "what served the requests whose tokens are right: the first memory, by the XLA reference if "
+    "`kernels` names others",
+    "tokens_compared": "requests that this memory and `tokens_reference` both served",
+    "tokens_equal": "those got the same tokens as from `tokens_reference`, near ties aside; - if there were none",
     "near_tie_differences": "requests whose first differing token was between two choices equal within `near_tie`",
     "budget_tokens": "tokens that the budget pays for laid end to end, the same for every memory",
     "capacity_tokens": "tokens that the budget pays for in whole units of this memory",

@@ -33,6 +33,9 @@ UNITS = {Paged: "block", VAttention: "page group", Reserved: "smallest range"}
 """What a row of a memory's picture is called; `unit` where it is not said."""
 GLOSSARY = metrics.GLOSSARY
 """What each metric means, in a sentence."""
+REFERENCE_KERNELS = "xla"
+REFERENCE_PART = "reference_kernels"
+"""The first memory served once more, by the kernels that others are held against."""
 figures = paged_vs_contiguous_figures.figures
 
 
@@ -52,15 +55,16 @@ class Config:
       max_model_len: most tokens of one sequence, and what `reserved_max` reserves.
       token_budget: most tokens computed in a step.
       temperature: of all requests; 0 samples greedily. Every request draws from a stream of its own.
-      near_tie: a first difference between two memories' tokens is accepted where the best two choices lie within this,
-        in logits: recomputation after a preemption adds in another order.
+      near_tie: a first difference between two runs' tokens is accepted where the best two choices lie within this, in
+        logits: recomputation after a preemption adds in another order, and so does another kernel.
       steps_per_dispatch: steps between two looks of the host.
       kernels: backend of attention and cache writes; None picks the best for the device, `interpret` runs the kernels
-        of GPUs in an interpreter, which is slow.
+        of GPUs in an interpreter, which is slow. Kernels that are named must give the tokens that `xla` gives.
       policy: whom the scheduler preempts and admits, and how. Only memories with `swap_space` can swap, the others
         compute again what a preemption took.
       cost: the modelled clock.
-      memories: what is compared, by name. The first one is the reference for the tokens.
+      memories: what is compared, by name. The first one is the reference for the tokens, served by `xla` once more if
+        `kernels` names others.
     """
 
     experiment: str = "paged_vs_contiguous"
@@ -85,7 +89,7 @@ class Config:
 class _Setup(NamedTuple):
     """What a config asks for, made and checked before anything is served."""
 
-    engines: dict[str, Engine]  # by memory
+    engines: dict[str, Engine]  # by part: of every memory, and perhaps the reference's
     inputs: Inputs
     requests: Requests
     budget_bytes: int
@@ -105,8 +109,8 @@ def resolve(config: Config) -> Config:
 
 
 def parts(config: Config) -> list[str]:
-    """Each memory is served, and can be resumed, by itself."""
-    return list(config.memories)
+    """Each memory is served, and can be resumed, by itself; so is what named kernels are held against."""
+    return [*config.memories, *([REFERENCE_PART] if _names_kernels(config) else [])]
 
 
 def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, dict[str, Any]]:
@@ -129,13 +133,15 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
             with run_dir.part(name) as part:
                 _write(part, served, engine.memory, setup.budget_tokens)
     for table in ("steps", "requests", "pool"):
-        run_dir.write_parquet(f"{table}.parquet", _gather(run_dir, list(setup.engines), table))
+        run_dir.write_parquet(f"{table}.parquet", _gather(run_dir, list(config.memories), table))
     return _results(config, run_dir, setup)
 
 
 def _prepare(config: Config) -> _Setup:
     if not config.memories:
         raise ValueError("memories: expected at least one, as in `memories: {paged: {kind: paged}}`, got none")
+    if REFERENCE_PART in config.memories:
+        raise ValueError(f"memories.{REFERENCE_PART}: expected another name, as a part of the run has this one")
     if not 0 <= config.near_tie < float("inf"):
         raise ValueError(f"near_tie: expected a finite difference of logits, 0 or more, got {config.near_tie}")
     require_int("steps_per_dispatch", config.steps_per_dispatch)
@@ -143,18 +149,21 @@ def _prepare(config: Config) -> _Setup:
     inputs = load_inputs(config.model, config.model_sha256, config.workload, config.max_model_len, config.seed)
     memories = {name: _make_memory(name, config, inputs.shape, budget_bytes) for name in config.memories}
     _check_swapping(config.policy, memories)
+    engines = {
+        name: Engine(
+            memory,
+            inputs.decode,
+            config.token_budget,
+            config.cost,
+            config.kernels,
+            config.policy if memory.host_blocks else dataclasses.replace(config.policy, preemption="recompute"),
+        )
+        for name, memory in memories.items()
+    }
+    if _names_kernels(config):
+        engines[REFERENCE_PART] = dataclasses.replace(next(iter(engines.values())), backend=REFERENCE_KERNELS)
     return _Setup(
-        engines={
-            name: Engine(
-                memory,
-                inputs.decode,
-                config.token_budget,
-                config.cost,
-                config.kernels,
-                config.policy if memory.host_blocks else dataclasses.replace(config.policy, preemption="recompute"),
-            )
-            for name, memory in memories.items()
-        },
+        engines=engines,
         inputs=inputs,
         requests=make_requests(
             inputs.prompts,
@@ -167,6 +176,11 @@ def _prepare(config: Config) -> _Setup:
         budget_bytes=budget_bytes,
         budget_tokens=budget_bytes / inputs.shape.token_bytes,
     )
+
+
+def _names_kernels(config: Config) -> bool:
+    """Whether the tokens are those of kernels that the config names, and so are held against the reference's."""
+    return config.kernels not in (None, REFERENCE_KERNELS)
 
 
 def _check_swapping(policy: Policy, memories: dict[str, KVMemory[Any]]) -> None:
@@ -230,10 +244,10 @@ def _part(run_dir: RunDirectory, name: str) -> Any:
 def _results(config: Config, run_dir: RunDirectory, setup: _Setup) -> dict[str, dict[str, Any]]:
     requests = run_dir.read_parquet("requests.parquet")
     steps = run_dir.read_parquet("steps.parquet")
-    reference = requests.filter(pl.col("memory") == next(iter(setup.engines)))
+    reference_name, reference = _reference(config, run_dir, requests)
     served_by_all = metrics.served_by_all(requests)
     found: dict[str, dict[str, Any]] = {}
-    for name, engine in setup.engines.items():
+    for name in config.memories:
         own = requests.filter(pl.col("memory") == name)
         # What one of the two refused, or what asks for no tokens, has none to compare.
         refused = reference["reason"].str.starts_with("refused") | own["reason"].str.starts_with("refused")
@@ -243,20 +257,30 @@ def _results(config: Config, run_dir: RunDirectory, setup: _Setup) -> dict[str, 
         found[name] = {
             **metrics.memory_metrics(steps.filter(pl.col("memory") == name), setup.budget_tokens),
             **metrics.request_metrics(own, served_by_all.filter(pl.col("memory") == name)),
+            "tokens_reference": reference_name,
             "tokens_compared": compared,
             "tokens_equal": same.unexplained == 0 if compared else None,
             "near_tie_differences": same.near_ties,
             "unexplained_differences": same.unexplained,
             "budget_tokens": setup.budget_tokens,
-            "capacity_tokens": engine.memory.capacity,
+            "capacity_tokens": setup.engines[name].memory.capacity,
         }
     return found
+
+
+def _reference(config: Config, run_dir: RunDirectory, requests: pl.DataFrame) -> tuple[str, pl.DataFrame]:
+    """What served the requests whose tokens are right, and these."""
+    first = next(iter(config.memories))
+    if _names_kernels(config):
+        frame = _part(run_dir, REFERENCE_PART).read_parquet("requests.parquet")
+        return f"{first} with kernels: {REFERENCE_KERNELS}", frame
+    return first, requests.filter(pl.col("memory") == first)
 
 
 def failed_checks(results: dict[str, dict[str, Any]]) -> list[str]:
     """What every run must show, whatever the workload."""
     failures = [
-        f"{name}: {values['unexplained_differences']} requests got other tokens than under the first memory"
+        f"{name}: {values['unexplained_differences']} requests got other tokens than from {values['tokens_reference']}"
         for name, values in results.items()
         if values["tokens_equal"] is False
     ]
@@ -322,7 +346,9 @@ def tables(results: Results) -> list[Table]:
 def _notes(results: Results) -> list[str]:
     """What is compared otherwise than a reader would think."""
     notes: list[str] = []
-    of_first = next(iter(results.values()))
+    first, of_first = next(iter(results.items()))
+    if of_first["tokens_reference"] != first:
+        notes.append("tokens are compared with those of {tokens_reference}".format(**of_first))
     if of_first["compared_requests"] != of_first["requests"]:
         notes.append(
             "latencies are of the {compared_requests} of {requests} that every memory served".format(**of_first)

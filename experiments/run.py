@@ -16,6 +16,7 @@ from experiments import files, jax_setup, manifest, page, registry, results
 from experiments.errors import UserError
 from experiments.progress import Progress
 from experiments.run_directory import CONFIG, ERROR, MANIFEST, REPORT, SUMMARY, RunDirectory
+from pallas_kernels import choices
 
 
 class Loaded(NamedTuple):
@@ -74,11 +75,13 @@ def run(loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: ric
     _warn_of_other_code(path)
     with RunDirectory.open(path) as run_dir:
         _begin(run_dir, digest, config, comment, argv)
-        found = results.plain(_compute(experiment, config, run_dir))
+        with choices.recording() as kernels:
+            found = results.plain(_compute(experiment, config, run_dir))
         failures = experiment.failed_checks(found)
         status = results.FAILED if failures else results.FINISHED
         summary = results.summary(experiment.name, str(path), status, found)
-        run_dir.write_json(MANIFEST, run_dir.read_json(MANIFEST) | {"finished": manifest.now()})
+        ended = {"finished": manifest.now(), "kernels": kernels}
+        run_dir.write_json(MANIFEST, run_dir.read_json(MANIFEST) | ended)
         files.write_text(path / REPORT, page.build(path, experiment, summary))
         run_dir.write_json(SUMMARY, summary)
     # Printed last: nothing that goes wrong with a terminal or a pipe can cost a run.

@@ -226,7 +226,8 @@ def attend_tiles(
     scale_buffer = pltpu.VMEM((2, plan.steps, sets, plan.columns), jnp.float32)
     statistics = pltpu.VMEM((sets, rows, LANES), jnp.float32)
     stage = pltpu.VMEM((plan.step_slots * plan.kv_heads, head_dim), jnp.float32)
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    # Not wherever XLA likes: it may move an operand into VMEM before the kernel, which some versions fail to compile.
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
 
     def of_tile(*shape: int) -> pl.BlockSpec:
         return pl.BlockSpec((1, *shape), lambda tile, *_: (tile, *(0,) * len(shape)))

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32, Num
 
+from pallas_kernels import compat, tuning
 from pallas_kernels._mosaic_tpu import (
     LANES,
     LOG2_E,
+    SIZES,
     SUBLANES,
     UNPACK_FACTOR,
     Plan,
@@ -51,11 +53,12 @@ def attend_batch(
     return_lse: bool,
     max_q_len: int,
     interpret: bool | pltpu.InterpretParams,
-    sizes: Sizes,
+    sizes: Sizes | None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"] | None]:
     """See `pallas_kernels.paged_attention.paged_attention`; one of `table` and `starts` is given.
 
-    Ranges are read as blocks that follow one another: `starts` are slots, and the blocks are those of `k`.
+    Ranges are read as blocks that follow one another: `starts` are slots, and the blocks are those of `k`. `sizes` are
+    looked up if None.
     """
     check(q, k, table)
     attend = functools.partial(
@@ -106,6 +109,21 @@ def prefill_tile(max_q_len: int, sizes: Sizes) -> int:
     return min(sizes.q_tile, 1 << (max_q_len - 1).bit_length())
 
 
+def tuned_sizes(kind: str, q: jax.Array, k: jax.Array, *, in_table: bool) -> Sizes:
+    """The sizes for `decode` or `prefill` on the device that is traced for."""
+    _, block_size, kv_heads, head_dim = k.shape
+    name = tuning.entry_name(
+        f"{'paged' if in_table else 'contiguous'}_{kind}",
+        head_dim=head_dim,
+        kv_heads=kv_heads,
+        group=q.shape[1] // kv_heads,
+        block_size=block_size if in_table else None,
+        q_dtype=q.dtype,
+        kv_dtype=k.dtype,
+    )
+    return tuning.choose(name, SIZES, compat.device_kind())
+
+
 def join(
     a: tuple[Float32[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"]],
     b: tuple[Float32[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"]],
@@ -134,7 +152,7 @@ def _attend_stored(
     max_q_len: int,
     stored: bool,
     interpret: bool | pltpu.InterpretParams,
-    sizes: Sizes,
+    sizes: Sizes | None,
 ) -> tuple[Float32[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"]]:
     """Output and natural log of the denominator over one memory; without the batch's own positions unless `stored`."""
     tokens, q_heads, head_dim = q.shape
@@ -156,11 +174,14 @@ def _attend_stored(
     q_lens = jnp.where(kv_lens > 0, cu_q_lens[1:] - cu_q_lens[:-1], 0)
     singles = jnp.where(q_lens == 1, 1, 0)
     runs = min(seqs, tokens // 2)
-    q_tile = prefill_tile(max_q_len, sizes)
-    launches = [(singles, 1, min(seqs, tokens))]
+    decode_sizes, prefill_sizes = (
+        sizes or tuned_sizes(kind, q, k, in_table=table is not None) for kind in ("decode", "prefill")
+    )
+    q_tile = prefill_tile(max_q_len, prefill_sizes)
+    launches = [(singles, 1, min(seqs, tokens), decode_sizes)]
     if max_q_len > 1 and runs > 0:
-        launches.append((q_lens - singles, q_tile, (tokens + runs * (q_tile - 1)) // q_tile))
-    for lens, tile_queries, max_tiles in launches:
+        launches.append((q_lens - singles, q_tile, (tokens + runs * (q_tile - 1)) // q_tile, prefill_sizes))
+    for lens, tile_queries, max_tiles, budgets in launches:
         plan = make_plan(
             block_size=block_size,
             kv_heads=kv_heads,
@@ -169,7 +190,7 @@ def _attend_stored(
             q_tile=tile_queries,
             capacity=capacity,
             kv_itemsize=k.dtype.itemsize,
-            sizes=sizes,
+            sizes=budgets,
             from_start=window is None and table is not None,
             unpack=unpack,
             dtype="bfloat16" if low_precision else "float32",
@@ -281,11 +302,12 @@ def _slot_scales(
             f"slots take {gathered} bytes each, at most {SCALE_BYTES} are made"
         )
     positions = jnp.arange(fetches * plan.fetch_slots, dtype=jnp.int32)[None]
-    entries = tiles.first_blocks[:, None] + positions // plan.block_size
+    # Whole blocks, as rows: some TPU compilers break down over a gather of single slots.
+    entries = tiles.first_blocks[:, None] + jnp.arange(positions.size // plan.block_size, dtype=jnp.int32)[None]
     block_ids = entries if table is None else table.reshape(-1).at[entries].get(mode="clip")
+    values = scales.reshape(scales.shape[0], -1).at[block_ids].get(mode="clip")
     read = (positions >= tiles.lows[:, None]) & (positions < tiles.ends[:, None])
-    values = scales.at[block_ids, positions % plan.block_size].get(mode="clip")
-    values = jnp.where(read[..., None], values, 0)
+    values = jnp.where(read[..., None], values.reshape(*read.shape, plan.kv_heads), 0)
     values = values.reshape(-1, fetches, plan.steps, plan.step_slots, plan.kv_heads)
     if plan.apart:
         return values.swapaxes(3, 4)

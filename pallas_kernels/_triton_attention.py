@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels import compat as compat  # silences the backend's deprecation
+from pallas_kernels import compat, tuning  # compat silences the backend's deprecation
 from pallas_kernels._query_tiles import QueryTiles, cut_queries
 
 LOG2_E = math.log2(math.e)
@@ -124,6 +124,7 @@ def attend(
     cu_q_lens: Int32[Array, " seqs+1"],
     *,
     slots_of: SlotsOf,
+    block_size: int | None,
     capacity: int,
     k_scale: Float32[Array, "..."] | None,
     v_scale: Float32[Array, "..."] | None,
@@ -148,6 +149,7 @@ def attend(
       kv_lens: positions per sequence, those of this batch's queries included; 0 for one that has none.
       cu_q_lens: bounds of the sequences among the tokens.
       slots_of: `(places, seq_id, positions, used) -> slots` within the kernel.
+      block_size: slots in a block, None for ranges; only to look tilings up.
       capacity: most positions of a sequence.
       k_scale: factor of stored keys: [], [kv_heads] or [slots, kv_heads].
       v_scale: factor of stored values.
@@ -158,7 +160,7 @@ def attend(
       window: positions that a query sees, its own included; None for all.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`.
       max_q_len: most queries of one sequence.
-      decode_tiling: of sequences with one query; None for the default.
+      decode_tiling: of sequences with one query; None for the tuned one or else the default.
       prefill_tiling: of sequences with more.
       interpret: whether to run on a CPU.
 
@@ -190,16 +192,29 @@ def attend(
         slots_of=slots_of,
         interpret=interpret,
     )
+
+    def tuned(kind: str, default: Tiling) -> Tiling:
+        name = tuning.entry_name(
+            f"{'contiguous' if block_size is None else 'paged'}_{kind}",
+            head_dim=head_dim,
+            kv_heads=kv_heads,
+            group=q_heads // kv_heads,
+            block_size=block_size,
+            q_dtype=q.dtype,
+            kv_dtype=k.dtype,
+        )
+        return tuning.choose(name, default, None if interpret else compat.device_kind())
+
     q_lens = jnp.where(kv_lens > 0, cu_q_lens[1:] - cu_q_lens[:-1], 0)
     singles = jnp.where(q_lens == 1, 1, 0)
     tiles = single_queries(singles, kv_lens, cu_q_lens, window)
-    tiling = decode_tiling or default_decode_tiling(q_heads // kv_heads, head_dim, dtype)
+    tiling = decode_tiling or tuned("decode", default_decode_tiling(q_heads // kv_heads, head_dim, dtype))
     splits = count_splits(seqs * kv_heads, capacity, window, tiling.split_size)
     single_out, single_lse = call(tiles, tiling, splits=splits, name="attention_decode")
     runs = min(seqs, tokens // 2)
     if max_q_len == 1 or runs == 0:
         return single_out, single_lse
-    tiling = prefill_tiling or default_prefill_tiling(q_heads // kv_heads, head_dim, dtype)
+    tiling = prefill_tiling or tuned("prefill", default_prefill_tiling(q_heads // kv_heads, head_dim, dtype))
     q_tile = tiling.rows // (q_heads // kv_heads)
     # Each run of n tokens takes ceil(n / q_tile) <= (n + q_tile - 1) / q_tile tiles.
     max_tiles = (tokens + runs * (q_tile - 1)) // q_tile

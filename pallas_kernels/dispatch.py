@@ -5,6 +5,8 @@ from typing import ParamSpec, TypeVar
 
 import jax
 
+from pallas_kernels import choices
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -12,6 +14,9 @@ R = TypeVar("R")
 _PREFERRED: Mapping[str, tuple[str, ...]] = {"cpu": ("xla",), "gpu": ("triton", "xla"), "tpu": ("mosaic_tpu", "xla")}
 
 INTERPRET = "interpret"
+# The order tried for `interpret`. Triton kernels are interpreted as plain JAX inside the compiled program; those for
+# TPUs call Python for every DMA, which takes hundreds of times as long.
+_INTERPRETED = ("triton_interpret", "mosaic_tpu_interpret")
 
 
 def preferred(backends: Mapping[str, Callable[..., object]]) -> list[str]:
@@ -36,7 +41,7 @@ def dispatch(
       op: the operation's name, for messages.
       backends: the operation's implementations by name, all with one signature.
       backend: None for the platform's own order, a name for that one alone, `interpret` for the kernels of absent
-        devices that an interpreter can run here, or names to try in turn.
+        devices in the fastest interpreter that can do the call, or names to try in turn.
       *args: handed to the backend.
       **kwargs: handed to the backend.
 
@@ -51,7 +56,7 @@ def dispatch(
     if backend is None:
         backend = preferred(backends)
     elif backend == INTERPRET:
-        backend = [name for name in backends if name.endswith("_interpret")]
+        backend = [name for name in _INTERPRETED if name in backends]
     names = [backend] if isinstance(backend, str) else list(backend)
     if not names:
         raise ValueError(f"{op}: backend must be None, a name or a non-empty list of names of {list(backends)}")
@@ -61,9 +66,12 @@ def dispatch(
         try:
             if name not in backends:
                 raise NotImplementedError(f"{op} has no backend {name!r}; it has {list(backends)}")
-            return backends[name](*args, **kwargs)
+            answer = backends[name](*args, **kwargs)
         except (NotImplementedError, ValueError) as failure:
             failures.append(failure)
+        else:
+            choices.note(op, backend=name)
+            return answer
     if len(failures) == 1:
         raise failures[0]
     reasons = "; ".join(f"{name}: {failure}" for name, failure in zip(names, failures, strict=True))

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 HOW_TO_INSTALL = "install the dependency group of the offline compilers: uv sync --group offline"
@@ -121,14 +121,11 @@ def _last_words(errors: str) -> str:
     return (fatal or lines or ["no word on standard error"])[-1][:500]
 
 
-def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Runs the job of a request in this process."""
+def attempt(function: Callable[..., dict[str, Any]], **arguments: Any) -> dict[str, Any]:
+    """Calls a function in this process; `status`, `report` and `message` as an Outcome has them."""
     status, report, message = "ok", {}, ""
-    module, _, function = request["job"].partition(":")
     try:
-        report = getattr(importlib.import_module(module), function)(
-            **request["arguments"], dump_dir=pathlib.Path(request["dump_dir"])
-        )
+        report = function(**arguments)
     except MissingPackageError as error:
         status, message = "missing", str(error)
     except (ValueError, NotImplementedError) as error:
@@ -141,7 +138,12 @@ def _answer(request: Mapping[str, Any]) -> dict[str, Any]:
 def answer_request() -> None:
     """What the process of a job does: reads one request from standard input, leaves the answer in the file it names."""
     request = json.load(sys.stdin)
-    answer = json.dumps(_answer(request))
+
+    def job(**arguments: Any) -> dict[str, Any]:
+        module, _, function = request["job"].partition(":")
+        return getattr(importlib.import_module(module), function)(**arguments)
+
+    answer = json.dumps(attempt(job, **request["arguments"], dump_dir=pathlib.Path(request["dump_dir"])))
     # Whole or not at all: a process that dies while it writes must not look as if it had answered.
     path = pathlib.Path(request["answer"])
     path.with_suffix(".part").write_text(answer)

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec
 
-from pallas_kernels import offline_gpu, offline_tpu
+from pallas_kernels import offline, offline_gpu, offline_tpu, tuning
 from pallas_kernels.block_copy import block_copy
 from pallas_kernels.block_copy import shapes as copy_shapes
 from pallas_kernels.contiguous_attention import contiguous_attention
@@ -58,7 +58,9 @@ def cases(kernel: str, platform: str) -> dict[str, Case]:
     }
 
 
-def compile_case(*, target: str, kernel: str, case: str, dump_dir: pathlib.Path) -> dict[str, Any]:
+def compile_case(
+    *, target: str, kernel: str, case: str, dump_dir: pathlib.Path, sizes: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
     """The job of a process: compiles one case of one kernel and reports on it.
 
     Args:
@@ -66,6 +68,7 @@ def compile_case(*, target: str, kernel: str, case: str, dump_dir: pathlib.Path)
       kernel: a name of `KERNELS`.
       case: a name of `cases(kernel, platform)`.
       dump_dir: where the compiler writes.
+      sizes: fields of the kernel's sizes that differ from its default; None for the tuned ones.
 
     Returns:
       What `measure` of the platform's module returns.
@@ -83,9 +86,32 @@ def compile_case(*, target: str, kernel: str, case: str, dump_dir: pathlib.Path)
     devices = module.topology_devices(topology) if topology.num_devices > 1 else ()
     function, arguments = placed(program, devices)
     options = {"kernel": program.pallas_name}
-    if platform == "tpu":
-        options = offline_tpu.inner_loop(kernel, known[case], target)
-    return module.measure(function, arguments, target=target, dump_dir=dump_dir, **options)
+    with tuning.candidate(sizes):
+        if platform == "tpu":
+            options = offline_tpu.inner_loop(kernel, known[case], target)
+        return module.measure(function, arguments, target=target, dump_dir=dump_dir, **options)
+
+
+def compile_cases(
+    *, target: str, names: Sequence[tuple[str, str]], dump_dir: pathlib.Path
+) -> dict[str, list[dict[str, Any]]]:
+    """The job of a process that compiles several cases for one target: most of a small one goes into the beginning.
+
+    Args:
+      target: a name of `targets.TOPOLOGIES`.
+      names: kernels and cases.
+      dump_dir: where the compiler writes; emptied after each case, so that none is taken for another.
+
+    Returns:
+      Under `outcomes`, in order, what `offline.attempt` says of each.
+    """
+    outcomes = []
+    for kernel, case in names:
+        outcomes.append(offline.attempt(compile_case, target=target, kernel=kernel, case=case, dump_dir=dump_dir))
+        for path in dump_dir.rglob("*"):
+            if path.is_file():
+                path.unlink()
+    return {"outcomes": outcomes}
 
 
 def compiler(platform: str) -> ModuleType:

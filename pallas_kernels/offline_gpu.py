@@ -40,7 +40,7 @@ INSTRUCTIONS: Mapping[str, str] = {
 def environment(target: str) -> dict[str, str]:
     """Variables of the process that compiles for `target`."""
     del target  # all GPUs alike
-    return {"XLA_FLAGS": "--xla_dump_to={dump_dir} --xla_dump_emitter_re=.*"}
+    return {"XLA_FLAGS": "--xla_dump_to={dump_dir}"}
 
 
 def topology_devices(topology: Topology) -> Sequence[Any]:
@@ -133,8 +133,14 @@ def resident_warps(registers: int, warps: int, shared_memory_bytes: int, target:
 
 def _kernels(dump_dir: pathlib.Path, target: Target) -> dict[str, dict[str, Any]]:
     """The Pallas kernels of the compiled program by name."""
-    # Triton leaves a listing of each kernel that it compiled; what XLA fused by itself has none.
-    names = {path.name.split(".")[-3] for path in dump_dir.glob("*.triton-to-llvm.txt")}
+    # What XLA makes by itself is compiled beside them.
+    names = {
+        name
+        for path in dump_dir.glob("*gpu_after_optimizations.txt")
+        for line in path.read_text(errors="replace").splitlines()
+        if "__gpu$xla.gpu.triton" in line
+        for name in re.findall(r'name = "(\w+)"', line)
+    }
     launches: dict[str, tuple[int, int]] = {}
     for path in dump_dir.glob("*thunk_sequence.txt"):
         for line in path.read_text().splitlines():

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import topologies
 
+from pallas_kernels import tuning
 from pallas_kernels._mosaic_tpu import LANES, SIZES, make_plan
 from pallas_kernels._mosaic_tpu_batch import prefill_tile
 from pallas_kernels.block_copy.shapes import CopyCase
@@ -35,6 +36,9 @@ _BUNDLE = re.compile(r"\s*(?:0x)?([0-9a-f]+)\s+(?:[A-Z]{2})?\s*:\s*>*\s*\{(.*)")
 _BRANCH = re.compile(r"sbr\.rel \([^)]*\) target bundleno = (\d+)")
 _FETCH = re.compile(r"dma\.hbm_to_vmem.*?/\*size_in_granules=\*/(\d+)")
 _ALLOCATION = re.compile(r"space=(vmem|smem), size = (0x[0-9a-f]+)")
+SCHEDULE, ALLOCATIONS = "packed-bundles-post-ra", "post-bundle-packing-post-ra"
+UTILIZATION = "final_hlo-static-per-bundle-utilization"
+LISTINGS = (SCHEDULE, ALLOCATIONS, UTILIZATION)
 BRANCH_DELAY = 4  # bundles after a branch that are issued whether it is taken or not
 
 
@@ -47,7 +51,9 @@ def environment(target: str) -> dict[str, str]:
         "TPU_WORKER_ID": "0",
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "LIBTPU_INIT_ARGS": "--xla_jf_dump_to={dump_dir} --xla_jf_dump_llo_text=true",
+        # Of some fifty listings of every computation, those that are read here.
+        "LIBTPU_INIT_ARGS": "--xla_jf_dump_to={dump_dir} --xla_jf_dump_llo_text=true "
+        f"--xla_jf_dump_llo_pass_label_regex={'|'.join(LISTINGS)}",
     }
 
 
@@ -98,7 +104,7 @@ def measure(
     report = program_metrics(compiled)
     if kernel is not None:
         report |= read_kernel(dump_dir, kernel)
-        schedule = read_schedule(_dump(dump_dir, kernel, "packed-bundles-post-ra"))
+        schedule = read_schedule(_dump(dump_dir, kernel, SCHEDULE))
         if loops := steady_loops(schedule, kv_bytes):
             cycles_per_mib = MIB * sum(loop.cycles / loop.kv_bytes for loop in loops)
             allowed = topology.target.clock_hz * MIB / topology.target.memory_bytes_per_s
@@ -128,15 +134,18 @@ def inner_loop(kernel: str, case: AttentionCase | WriteCase | CopyCase, target: 
     kv_heads, itemsize = case.kv_heads // TOPOLOGIES[target].num_devices, jnp.dtype(case.kv_dtype).itemsize
     paged, prefill = kernel.startswith("paged"), kernel.endswith("prefill")
     capacity = case.blocks_per_seq * case.block_size * (1 if paged else case.seqs)
+    topology = TOPOLOGIES[target]
+    name = case.entry_name(kernel, topology.num_devices)
+    sizes = tuning.choose(name, SIZES, topology.target.device_kind)
     plan = make_plan(
         block_size=case.block_size if paged else math.gcd(capacity, MOST_BLOCK),
         kv_heads=kv_heads,
         head_dim=-(-case.head_dim // LANES) * LANES,
         q_group=case.q_heads // case.kv_heads,
-        q_tile=prefill_tile(case.max_q_len, SIZES) if prefill else 1,
+        q_tile=prefill_tile(case.max_q_len, sizes) if prefill else 1,
         capacity=capacity,
         kv_itemsize=itemsize,
-        sizes=SIZES,
+        sizes=sizes,
         window=case.window,
         soft_cap=case.soft_cap,
         from_start=case.window is None and paged,
@@ -170,10 +179,10 @@ class SteadyLoop:
 def read_kernel(dump_dir: pathlib.Path, kernel: str) -> dict[str, int]:
     """Scratch memory and spills of a kernel."""
     sizes = {"vmem": 0, "smem": 0}
-    allocations = _dump(dump_dir, kernel, "post-bundle-packing-post-ra").read_text()
+    allocations = _dump(dump_dir, kernel, ALLOCATIONS).read_text()
     for space, size in _ALLOCATION.findall(allocations):
         sizes[space] += int(size, 16)
-    lines = _dump(dump_dir, kernel, "final_hlo-static-per-bundle-utilization").read_text().splitlines()
+    lines = _dump(dump_dir, kernel, UTILIZATION).read_text().splitlines()
     columns = next(line for line in lines if line.startswith("MATMUL")).replace(" ", "").split(",")
     spill = columns.index("VSTORE:SPILL")
     rows = [line.split() for line in lines[lines.index("== UTILIZATION:") + 1 :]]

@@ -82,7 +82,7 @@ def _copy(
             f"a TPU copies blocks of whole tiles: pool must be [slots, kv_heads, head_dim], or [slots, kv_heads] in "
             f"blocks of a multiple of 8 slots, got shape {dst_pool.shape} and block_size {block_size}"
         )
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     blocks = [pool.reshape(-1, block_size, *pool.shape[1:]) for pool in (src_pool, dst_pool)]
     copied = pl.pallas_call(
         _copy_kernel,

@@ -7,7 +7,7 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels._mosaic_tpu import SIZES, SMALL_SIZES, SUBLANES, Sizes
+from pallas_kernels._mosaic_tpu import SMALL_SIZES, SUBLANES, Sizes
 from pallas_kernels._mosaic_tpu_batch import attend_batch
 from pallas_kernels._ragged import require
 
@@ -34,7 +34,7 @@ def contiguous_attention(
     return_lse: bool,
     max_q_len: int,
     interpret: bool | pltpu.InterpretParams = False,
-    sizes: Sizes = SIZES,
+    sizes: Sizes | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"] | None]:
     """See `pallas_kernels.contiguous_attention.contiguous_attention`; `sizes` are the budgets of a kernel's plan.
 

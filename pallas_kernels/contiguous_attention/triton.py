@@ -45,6 +45,7 @@ def contiguous_attention(
         kv_lens,
         cu_q_lens,
         slots_of=slots_of,
+        block_size=None,
         capacity=k.shape[0],
         k_scale=k_scale,
         v_scale=v_scale,

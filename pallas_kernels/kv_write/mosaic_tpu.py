@@ -25,7 +25,7 @@ def kv_write(
     """
     wide = [i for i, pool in enumerate(pools) if pool.ndim > 2]
     written = {i: pools[i].at[slots].set(rows[i], mode="drop") for i in range(len(pools)) if i not in wide}
-    in_hbm = pl.BlockSpec(memory_space=pl.ANY)
+    in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     stored = pl.pallas_call(
         functools.partial(_write, len(wide)),
         grid_spec=pltpu.PrefetchScalarGridSpec(

@@ -6,7 +6,7 @@ import jax
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32, Num
 
-from pallas_kernels._mosaic_tpu import SIZES, SMALL_SIZES, Sizes
+from pallas_kernels._mosaic_tpu import SMALL_SIZES, Sizes
 from pallas_kernels._mosaic_tpu_batch import attend_batch
 
 
@@ -30,7 +30,7 @@ def paged_attention(
     return_lse: bool,
     max_q_len: int,
     interpret: bool | pltpu.InterpretParams = False,
-    sizes: Sizes = SIZES,
+    sizes: Sizes | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"] | None]:
     """See `pallas_kernels.paged_attention.paged_attention`; `sizes` are the budgets of a kernel's plan.
 

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from pallas_kernels import tuning
+
 Scales = Literal["none", "layer", "head", "token"]
 Platform = Literal["cpu", "gpu", "tpu"]
 
@@ -66,6 +68,18 @@ class AttentionCase:
     def kind(self) -> Literal["decode", "prefill"]:
         """Which of an operation's kernels the case is for."""
         return "decode" if self.max_q_len == 1 else "prefill"
+
+    def entry_name(self, kernel: str, num_devices: int = 1) -> str:
+        """Under which `tuning` has the sizes of `kernel` for this case, its KV heads split over so many devices."""
+        return tuning.entry_name(
+            kernel,
+            head_dim=self.head_dim,
+            kv_heads=self.kv_heads // num_devices,
+            group=self.q_heads // self.kv_heads,
+            block_size=self.block_size if kernel.startswith("paged") else None,
+            q_dtype=self.q_dtype,
+            kv_dtype=self.kv_dtype,
+        )
 
 
 def _decode(*kv_lens: int) -> Lengths:

@@ -54,6 +54,7 @@ def paged_attention(
         kv_lens,
         cu_q_lens,
         slots_of=slots_of,
+        block_size=block_size,
         capacity=block_tables.shape[1] * block_size,
         k_scale=scales_by_slot(k_scale),
         v_scale=scales_by_slot(v_scale),

@@ -16,11 +16,17 @@ def compiler(monkeypatch):
     """Answers by target, kernel and case; all else compiles to the same figures."""
     answers = {}
 
-    def answer(target, kernel, case, time_limit_s):
+    def answer(job, arguments, *, environment, time_limit_s):
+        asked = [(arguments["target"], *name) for name in arguments["names"]]
         report = {"registers": 110, "spills": 0, "cycles_over_allowed": 0.5, "kernels": {"not": "shown"}}
-        return answers.get((target, kernel, case), Outcome("ok", report, "", 1.0))
+        outcomes = [answers.get(name, Outcome("ok", report, "", 1.0)) for name in asked]
+        ended = [outcome for outcome in outcomes if outcome.status in ("crashed", "timed_out")]
+        if ended:  # takes along what else was in its process
+            return ended[0]
+        given = [{"status": o.status, "report": o.report, "message": o.message} for o in outcomes]
+        return Outcome("ok", {"outcomes": given}, "", 1.0)
 
-    monkeypatch.setattr(compile, "_compile", answer)
+    monkeypatch.setattr(compile.offline, "run_job", answer)
     return answers
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import math
 import pathlib
 import shutil
@@ -10,6 +11,7 @@ import polars as pl
 import pytest
 from flax import nnx
 
+from experiments import cli
 from experiments import paged_vs_contiguous as experiment
 from experiments.config import config_hash
 from experiments.progress import Progress
@@ -18,6 +20,10 @@ from experiments.workloads import WorkloadConfig
 from models.checkpoint import save_checkpoint
 from models.config import DecoderConfig
 from models.decoder import Decoder
+from pallas_kernels import choices
+from pallas_kernels.contiguous_attention import api as contiguous_attention
+from pallas_kernels.kv_write import api as kv_write
+from pallas_kernels.paged_attention import api as paged_attention
 from paxkv.config import MemoryConfig
 from paxkv.cost_model import StepCost
 from paxkv.scheduler_state import Policy
@@ -123,7 +129,8 @@ def test_every_memory_gives_the_same_tokens_and_accounts_for_its_memory(finished
         assert values["budget_tokens"] == 122.5
         assert values["remainder_waste"] == pytest.approx((122.5 - CAPACITIES[name]) / 122.5)
         assert 0 < values["pool_utilization"] <= values["allocated_utilization"] <= 1
-        assert all(math.isfinite(v) for v in values.values())
+        assert values["tokens_reference"] == "paged"
+        assert all(math.isfinite(v) for v in values.values() if not isinstance(v, str))
         assert all(any(metric.startswith(word) for metric in values) for word in experiment.GLOSSARY)
     assert results["paged"]["peak_running"] > results["reserved_max"]["peak_running"] == 1  # 48 are rounded up to 64
     assert results["paged"]["preemptions"] > 0
@@ -199,6 +206,7 @@ def changed(config, **memory):
     ("change", "message"),
     [
         ({"memories": {}}, "memories: expected at least one"),
+        ({"memories": {"reference_kernels": PAGED}}, "memories.reference_kernels: expected another name"),
         ({"kv_memory": "8 GG"}, "kv_memory must end in one of"),
         ({"kv_memory": "100 B"}, "memories.paged: .* expected at least 256, one block, got 100"),
         ({"max_model_len": 65}, "max_model_len: expected at most 64"),
@@ -301,6 +309,77 @@ def test_drawn_tokens_are_compared_as_well(config, tmp_path):
     assert [(values["tokens_compared"], values["tokens_equal"]) for values in results.values()] == [(14, True)] * 2
     tokens = pl.read_parquet(tmp_path / "run" / "requests.parquet")["tokens"].explode()
     assert tokens.n_unique() > 100, "an untrained model is far from sure"
+
+
+OPERATIONS = {
+    "paged_attention": paged_attention.BACKENDS,
+    "contiguous_attention": contiguous_attention.BACKENDS,
+    "kv_write": kv_write.BACKENDS,
+}
+
+
+def serve_with(kernels, config, path):
+    """Three requests under two memories with these kernels: the results, the tokens by memory and the backends."""
+    config = dataclasses.replace(
+        config,
+        kernels=kernels,
+        kv_memory="7680 B",  # 120 tokens: kernels for TPUs want a multiple of 8
+        workload=dataclasses.replace(config.workload, num_requests=3),
+        memories={"paged": dataclasses.replace(PAGED, block_size=8), "reserved_max": MEMORIES["reserved_max"]},
+    )
+    assert experiment.parts(config) == ["paged", "reserved_max", "reference_kernels"]
+    with begin(path) as run_dir, choices.recording() as chosen:
+        results = experiment.run(config, run_dir, Progress())
+    requests = pl.read_parquet(path / "requests.parquet").partition_by("memory", as_dict=True, include_key=False)
+    assert list(requests) == [("paged",), ("reserved_max",)]
+    backends = {op: [choice["backend"] for choice in chosen[op]] for op in OPERATIONS}
+    return results, [frame["tokens"].to_list() for frame in requests.values()], backends
+
+
+@pytest.mark.parametrize(
+    ("kernels", "backend"),
+    [
+        ("interpret", "triton_interpret"),
+        pytest.param("mosaic_tpu_interpret", "mosaic_tpu_interpret", marks=pytest.mark.soak),
+    ],
+)
+def test_named_kernels_are_held_against_the_reference(config, tmp_path, kernels, backend):
+    results, tokens, backends = serve_with(kernels, config, tmp_path / "run")
+    assert backends["contiguous_attention"] == [backend]
+    assert backends["paged_attention"][0] == backends["kv_write"][0] == backend
+    assert experiment.failed_checks(results) == []
+    assert list(results) == ["paged", "reserved_max"]
+    for values in results.values():
+        assert (values["tokens_reference"], values["tokens_compared"]) == ("paged with kernels: xla", 3)
+        assert values["tokens_equal"] is True
+    assert min(len(answer) for answer in tokens[0]) > 0
+    (table,) = experiment.tables(results)
+    assert "tokens are compared with those of paged with kernels: xla" in table.title
+
+
+def test_kernels_that_are_wrong_in_the_same_way_under_every_memory_are_caught(config, tmp_path, monkeypatch):
+    def attends_to_nothing_but_itself(q, *_, **__):
+        return q, None
+
+    for operation in ("paged_attention", "contiguous_attention"):
+        monkeypatch.setitem(OPERATIONS[operation], "mine", attends_to_nothing_but_itself)
+    monkeypatch.setitem(OPERATIONS["kv_write"], "mine", OPERATIONS["kv_write"]["xla"])
+    results, tokens, _ = serve_with("mine", config, tmp_path / "run")
+    assert tokens[0] == tokens[1]
+    assert [line.split(" requests ")[1] for line in experiment.failed_checks(results)] == [
+        "got other tokens than from paged with kernels: xla"
+    ] * 2
+
+
+@pytest.mark.soak
+def test_interpreted_kernels_serve_the_trained_model(tmp_path, capsys):
+    command = "run configs/paged_vs_contiguous/quickstart.yaml --workload.num_requests 20 --kernels interpret"
+    assert cli.main([*command.split(), "--out_dir", str(tmp_path)]) == 0
+    results = json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+    assert list(results) == list(MEMORIES)
+    for values in results.values():
+        assert (values["tokens_reference"], values["tokens_compared"]) == ("paged with kernels: xla", 20)
+        assert values["tokens_equal"] is True
 
 
 def test_only_memories_with_room_on_the_host_swap(config, tmp_path):

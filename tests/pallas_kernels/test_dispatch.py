@@ -35,8 +35,10 @@ def test_a_missing_backend_names_those_that_exist():
         dispatch("op", BACKENDS, "triton", 3)
 
 
-def test_interpret_takes_the_first_kernel_that_an_interpreter_can_run():
-    backends = {"xla": break_down, "first_interpret": refuse, "second_interpret": double}
+def test_interpret_takes_the_fastest_interpreter_that_can():
+    backends = {"xla": break_down, "mosaic_tpu_interpret": break_down, "triton_interpret": double}
+    assert dispatch("op", backends, "interpret", 3) == 6
+    backends = {"xla": break_down, "mosaic_tpu_interpret": double, "triton_interpret": refuse}
     assert dispatch("op", backends, "interpret", 3) == 6
     with pytest.raises(ValueError, match=r"op: backend must be None.*\['xla'\]"):
         dispatch("op", {"xla": double}, "interpret", 3)

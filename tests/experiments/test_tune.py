@@ -1,0 +1,158 @@
+"""The tuner outlives its candidates, keeps what is worth keeping, and writes it where kernels look."""
+
+import json
+import re
+
+import jax
+import numpy as np
+import pytest
+
+from experiments import cli, tune, tune_job
+from experiments.tune import Device, Trial
+from pallas_kernels import choices, offline, tuning
+from pallas_kernels._triton_attention import Tiling
+from pallas_kernels.offline_cases import KERNELS
+
+CASE = "paged_decode/decode_d64_kv2_g4_b16_f32"
+ENTRY = "paged_decode/d64_kv2_g4_b16_f32"
+GPU = Device("gpu", "Some GPU 80GB", here=True)
+DEFAULT = Tiling(16, 32, 4, 3)
+SMALL = {case.name: case for case in KERNELS["paged_decode"].cases}["decode_d64_kv2_g4_b16_f32"]
+
+
+@pytest.fixture
+def tuned(tmp_path, monkeypatch):
+    """Tunes on a GPU that is played, and gives the exit code and what was printed last."""
+    monkeypatch.setattr(tuning, "TABLES", tmp_path / "tuned")
+    monkeypatch.setattr(tune, "describe", lambda config: GPU)
+    monkeypatch.setattr(tune, "MEASURE", "tests.experiments.tune_jobs:measure")
+    (tmp_path / "tuned").mkdir()
+    config = tmp_path / "config.yaml"
+
+    def call(grid, *arguments):
+        tuning.read_table.cache_clear()
+        config.write_text(json.dumps({"cases": [CASE.replace("f32", "f3?")], "grids": {"decode": grid}}))
+        return cli.main(["tune", str(config), *arguments])
+
+    yield call
+    tuning.read_table.cache_clear()
+
+
+def results_of(capsys):
+    return json.loads(capsys.readouterr().out.splitlines()[-1])["results"]
+
+
+def test_candidates_that_crash_hang_or_are_wrong_cost_themselves_alone(tuned, capsys, tmp_path):
+    out = tmp_path / "out.json"
+    grid = {"num_stages": [1, 2, 3, 4, 5], "kv_tile": [4]}
+    assert tuned(grid, "--time_limit_s", "3", "--out", str(out)) == 0
+    captured = capsys.readouterr()
+    (row,) = json.loads(captured.out.splitlines()[-1])["results"].values()
+    assert row == {
+        "tried": 6,
+        "failed": 4,
+        "default": 10.0,
+        "best": 4.0,
+        "gain": 1.5,
+        "sizes": json.dumps({"num_stages": 5, "kv_tile": 4}),
+    }
+    statuses = [trial["status"] for trial in json.loads(out.read_text())["trials"][CASE]]
+    assert statuses == ["ok", "crashed", "timed_out", "refused", "failed", "ok"]
+
+
+def test_what_is_installed_is_what_a_kernel_is_made_with(tuned, capsys):
+    assert tuned({"num_stages": [5], "kv_tile": [4, 64]}, "--install") == 0
+    path = tuning.table_path(GPU.kind)
+    entry = json.loads(path.read_text())["entries"][ENTRY]
+    assert (path.name, entry["how"], entry["metric"], entry["value"]) == ("some_gpu_80gb.json", "measured", "ms", 4.0)
+    with choices.recording() as found:
+        tuning.choose(ENTRY, DEFAULT, GPU.kind)
+        tuning.choose(ENTRY, DEFAULT, "Another GPU")
+    assert [(choice["sizes"]["kv_tile"], choice["source"]) for choice in found[ENTRY]] == [
+        (4, "some_gpu_80gb.json"),
+        (32, "default"),
+    ]
+
+
+def test_an_entry_leaves_the_table_when_the_default_has_become_best(tuned, capsys):
+    tuned({"num_stages": [5], "kv_tile": [4]}, "--install")
+    tuned({"num_stages": [5], "kv_tile": [11]}, "--install")
+    assert json.loads(tuning.table_path(GPU.kind).read_text())["entries"] == {}
+
+
+@pytest.mark.parametrize(
+    ("trials", "least_gain", "sizes"),
+    [
+        ([({}, 10.0), ({"kv_tile": 1}, 9.9)], 0.03, {}),
+        ([({}, 10.0), ({"kv_tile": 1}, 9.9)], 0.01, {"kv_tile": 1}),
+        ([({}, None), ({"kv_tile": 1}, 99.0)], 0.03, {"kv_tile": 1}),
+        ([({}, 1.0), ({"kv_tile": 1}, None)], 0.03, {}),
+    ],
+)
+def test_a_candidate_is_kept_if_it_beats_the_default_by_enough(trials, least_gain, sizes):
+    row = tune.judge([Trial(given, "ok", "", value) for given, value in trials], least_gain)
+    assert json.loads(row["sizes"]) == sizes
+
+
+def test_a_case_of_which_nothing_runs_fails_the_command(tuned, monkeypatch, capsys):
+    refuse = offline.Outcome("refused", {}, "no", 0.0)
+    monkeypatch.setattr(offline, "run_job", lambda *_, **__: refuse)
+    assert tuned({"kv_tile": [4]}) == 1
+    assert f"no candidate of {CASE} ran" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("target: h100", "target must be a TPU or null, got h100"),
+        ("target: v7e", "target must be one of h100, h200, v5e, v5p, v6e, tpu7x, got 'v7e'"),
+        ("{target: v6e, cases: [paged_prefill/*]}", "cases must be of decode"),
+        ("{target: v6e, cases: [paged_decode/d127*]}", "cases must match a kernel/case of TPU v6 lite, got"),
+        ("{target: v6e, grids: {encode: {}}}", r"grids must be of decode and prefill, got \['encode'\]"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(tmp_path, capsys, text, words):
+    (tmp_path / "c.yaml").write_text(text)
+    assert cli.main(["tune", str(tmp_path / "c.yaml")]) == 2
+    assert re.search(words, capsys.readouterr().err)
+
+
+def test_a_machine_without_an_accelerator_is_told_to_name_a_target(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tune, "describe", lambda config: Device("cpu", "cpu", here=True))
+    (tmp_path / "c.yaml").write_text("{}")
+    assert cli.main(["tune", str(tmp_path / "c.yaml")]) == 2
+    assert "target must be given, as kernels are tuned on gpu and tpu, and here is a cpu" in capsys.readouterr().err
+
+
+def test_cycles_of_a_sequence_are_those_of_its_bytes_and_those_around():
+    # 24 blocks of 16 slots, 2 heads of 64 elements of 4 bytes, keys and values: 0.375 MiB.
+    assert tune.cycles_per_seq(SMALL, {"cycles_per_mib": 1000.0, "outer_cycles": 7}) == 382.0
+
+
+def test_a_candidate_is_timed_with_its_sizes_and_compared_with_the_reference(tmp_path, monkeypatch):
+    call = {"kernel": "paged_decode", "case": SMALL.name, "backend": "triton_interpret", "seed": 0}
+    call |= {"repeats": 2, "calls": 1, "dump_dir": tmp_path}
+    with choices.recording() as found:
+        report = tune_job.measure(**call, sizes={"kv_tile": 128})
+    assert 0 < report["ms_lower_quartile"] <= report["ms"] <= report["ms_upper_quartile"]
+    assert [(c["sizes"]["kv_tile"], c["source"]) for c in found[ENTRY]] == [(128, "candidate")]
+
+    def twice(case, backend):
+        program = KERNELS["paged_decode"].build(case, backend)
+        wrong = 1.0 if backend == "xla" else 1.01
+        return program._replace(function=lambda **arrays: wrong * program.function(**arrays))
+
+    monkeypatch.setattr(tune_job, "KERNELS", {"paged_decode": KERNELS["paged_decode"]._replace(build=twice)})
+    with pytest.raises(ValueError, match="must be the reference's but for rounding, got a difference of 1"):
+        tune_job.measure(**call, sizes={})
+
+
+def test_every_sequence_of_a_timed_case_is_full_and_no_block_is_shared():
+    shapes = KERNELS["paged_decode"].build(SMALL, "xla").arguments
+    arrays = tune_job.fill(SMALL, shapes, seed=1)
+    assert {name: (a.shape, a.dtype) for name, a in arrays.items()} == {
+        name: (a.shape, a.dtype) for name, a in shapes.items()
+    }
+    np.testing.assert_array_equal(arrays["kv_lens"], np.full(8, 24 * 16))
+    assert sorted(np.asarray(arrays["block_tables"]).ravel()) == list(range(8 * 24))
+    assert jax.numpy.all(arrays["cu_q_lens"] == jax.numpy.arange(9))
