@@ -111,12 +111,7 @@ MORE = (
         "no scale of a value", {"weight * slot_scale(1, i) if plan.scaled else weight": "weight"}, "decode_int8_new"
     ),
     Mutant("scales of keys for values", {"slot_scale(1, i)": "slot_scale(0, i)"}, "decode_int8_new"),
-    Mutant(
-        "scales of neighbours",
-        {"positions % plan.block_size]": "(positions + 1) % plan.block_size]"},
-        "decode_int8_new",
-        batch,
-    ),
+    Mutant("scales of neighbours", {"at[block_ids].get": "at[block_ids + 1].get"}, "decode_int8_new", batch),
     Mutant(
         "sink in each memory", {"    if sinks is not None:\n": "    for _ in range(2):\n"}, "decode_int8_new", batch
     ),
