@@ -49,7 +49,8 @@ class Sizes:
         writes and reads them again.
       logits_apart: the same where KV heads are attended one after another.
       most_columns: bound of a step's columns, as its code is unrolled over them.
-      q_tile: queries of a prefill tile, a power of two.
+      q_tile: most queries of a prefill tile, a power of two.
+      out_bytes: most bytes of a prefill tile's float32 output, of which VMEM holds eight or nine times as much.
     """
 
     fetch_bytes: int = 8 * MIB
@@ -57,6 +58,7 @@ class Sizes:
     logits_apart: int = 128 * 1024
     most_columns: int = 32 * 1024
     q_tile: int = 128
+    out_bytes: int = 2 * MIB
 
 
 SIZES = Sizes()
@@ -229,8 +231,8 @@ def attend_tiles(
     buffer = (2, plan.steps * plan.step_groups, plan.group, plan.block_size * plan.kv_heads, head_dim)
     scale_buffer = pltpu.VMEM((2, plan.steps, sets, plan.columns), jnp.float32)
     statistics = pltpu.VMEM((sets, rows, LANES), jnp.float32)
-    stage = pltpu.VMEM((plan.step_slots * plan.kv_heads, head_dim), jnp.float32)
-    # Not wherever XLA likes: it may move an operand into VMEM before the kernel, which some versions fail to compile.
+    # A row is as wide as a vector of lanes, as strided loads ask for.
+    stage = pltpu.VMEM((head_dim // LANES, plan.step_slots * plan.kv_heads, LANES), jnp.float32)
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
 
     def of_tile(*shape: int) -> pl.BlockSpec:
@@ -433,12 +435,15 @@ def _kernel(plan: Plan, first_blocks, lows, ends, queries, table, q, factor, k, 
             attend(side, step, first_slot, 0, keys_of, values_of, seen_whole, meanwhile)
             return
         for stage, (_, buffer) in zip(stages, pools, strict=True):
-            stage[...] = load(buffer, 0, plan.step_groups).astype(jnp.float32)
+            loaded = load(buffer, 0, plan.step_groups).astype(jnp.float32)
+            for i in range(plan.head_dim // LANES):
+                stage[i] = loaded[:, i * LANES : (i + 1) * LANES]
 
         def one_head(head, _):
             def rows_of(stage, first_group, count):
                 rows = pl.ds(first_group * group_slots * plan.kv_heads + head, count * group_slots, plan.kv_heads)
-                return stage[rows, :].astype(plan.dtype)
+                parts = [stage[i, rows, :].astype(plan.dtype) for i in range(plan.head_dim // LANES)]
+                return jnp.concatenate(parts, axis=1)
 
             keys_of, values_of = (functools.partial(rows_of, stage) for stage in stages)
             attend(side, step, first_slot, head, keys_of, values_of, seen_whole)

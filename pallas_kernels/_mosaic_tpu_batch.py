@@ -104,9 +104,17 @@ def check(q: jax.Array, k: jax.Array, table: jax.Array | None) -> None:
         )
 
 
-def prefill_tile(max_q_len: int, sizes: Sizes) -> int:
-    """Queries of a prefill tile: a power of two, no larger than a sequence's queries ask for."""
-    return min(sizes.q_tile, 1 << (max_q_len - 1).bit_length())
+def prefill_tile(max_q_len: int, q_heads: int, head_dim: int, sizes: Sizes) -> int:
+    """Queries of a prefill tile: a power of two, within the budgets and what a sequence's queries ask for.
+
+    Args:
+      max_q_len: most queries of a sequence.
+      q_heads: query heads.
+      head_dim: elements per head, in whole vectors of lanes.
+      sizes: the budgets.
+    """
+    most = max(1, sizes.out_bytes // (4 * q_heads * head_dim))
+    return min(sizes.q_tile, 1 << (most.bit_length() - 1), 1 << (max_q_len - 1).bit_length())
 
 
 def tuned_sizes(kind: str, q: jax.Array, k: jax.Array, *, in_table: bool) -> Sizes:
@@ -165,7 +173,7 @@ def _attend_stored(
     low_precision = q.dtype == jnp.bfloat16 and k.dtype != jnp.float32
     unpack = low_precision and k.dtype == jnp.float8_e4m3fn and not _unpacks_e4m3()
     padding = ((0, 0), (0, 0), (0, 0), (0, -head_dim % LANES))
-    # Blocks as matrices of (slot, head) rows: the same bytes if head_dim is whole lanes and kv_heads a power of 2.
+    # Blocks as matrices of (slot, head) rows: the same bytes if head_dim is 128, or whole lanes and kv_heads whole tiles.
     keys, values = (jnp.pad(x, padding).reshape(blocks, block_size * kv_heads, -1) for x in (k, v))
     capacity = blocks * block_size if table is None else table.shape[1] * block_size
     options = {"window": window, "soft_cap": soft_cap, "in_table": table is not None, "scaled": per_slot}
@@ -177,7 +185,7 @@ def _attend_stored(
     decode_sizes, prefill_sizes = (
         sizes or tuned_sizes(kind, q, k, in_table=table is not None) for kind in ("decode", "prefill")
     )
-    q_tile = prefill_tile(max_q_len, prefill_sizes)
+    q_tile = prefill_tile(max_q_len, q_heads, keys.shape[-1], prefill_sizes)
     launches = [(singles, 1, min(seqs, tokens), decode_sizes)]
     if max_q_len > 1 and runs > 0:
         launches.append((q_lens - singles, q_tile, (tokens + runs * (q_tile - 1)) // q_tile, prefill_sizes))
@@ -302,7 +310,7 @@ def _slot_scales(
             f"slots take {gathered} bytes each, at most {SCALE_BYTES} are made"
         )
     positions = jnp.arange(fetches * plan.fetch_slots, dtype=jnp.int32)[None]
-    # Whole blocks, as rows: some TPU compilers break down over a gather of single slots.
+    # Gathered by whole blocks, which are rows of lanes.
     entries = tiles.first_blocks[:, None] + jnp.arange(positions.size // plan.block_size, dtype=jnp.int32)[None]
     block_ids = entries if table is None else table.reshape(-1).at[entries].get(mode="clip")
     values = scales.reshape(scales.shape[0], -1).at[block_ids].get(mode="clip")

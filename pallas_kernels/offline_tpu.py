@@ -34,11 +34,13 @@ GRANULE_BYTES = 32  # the unit in which listings give the size of a DMA
 
 _BUNDLE = re.compile(r"\s*(?:0x)?([0-9a-f]+)\s+(?:[A-Z]{2})?\s*:\s*>*\s*\{(.*)")
 _BRANCH = re.compile(r"sbr\.rel \([^)]*\) target bundleno = (\d+)")
-_FETCH = re.compile(r"dma\.hbm_to_vmem.*?/\*size_in_granules=\*/(\d+)")
+# One whose source and destination are not laid out alike is a general DMA.
+_FETCH = re.compile(r"dma\.(?:hbm_to_vmem|general(?=[^;]*hbm-to-vmem))[^;]*?/\*size_in_granules=\*/(\d+)")
 _ALLOCATION = re.compile(r"space=(vmem|smem), size = (0x[0-9a-f]+)")
 SCHEDULE, ALLOCATIONS = "packed-bundles-post-ra", "post-bundle-packing-post-ra"
 UTILIZATION = "final_hlo-static-per-bundle-utilization"
-LISTINGS = (SCHEDULE, ALLOCATIONS, UTILIZATION)
+OPERATIONS = "hlo-details"
+LISTINGS = (SCHEDULE, ALLOCATIONS, UTILIZATION, OPERATIONS)
 BRANCH_DELAY = 4  # bundles after a branch that are issued whether it is taken or not
 
 
@@ -101,7 +103,7 @@ def measure(
     ]
     with absent_device(topology.target.device_kind, topology.target.num_cores, "tpu"):
         compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
-    report = program_metrics(compiled)
+    report = program_metrics(compiled, _operations(compiled, dump_dir))
     if kernel is not None:
         report |= read_kernel(dump_dir, kernel)
         schedule = read_schedule(_dump(dump_dir, kernel, SCHEDULE))
@@ -137,12 +139,14 @@ def inner_loop(kernel: str, case: AttentionCase | WriteCase | CopyCase, target: 
     topology = TOPOLOGIES[target]
     name = case.entry_name(kernel, topology.num_devices)
     sizes = tuning.choose(name, SIZES, topology.target.device_kind)
+    head_dim = -(-case.head_dim // LANES) * LANES
+    q_heads = case.q_heads // topology.num_devices
     plan = make_plan(
         block_size=case.block_size if paged else math.gcd(capacity, MOST_BLOCK),
         kv_heads=kv_heads,
-        head_dim=-(-case.head_dim // LANES) * LANES,
+        head_dim=head_dim,
         q_group=case.q_heads // case.kv_heads,
-        q_tile=prefill_tile(case.max_q_len, sizes) if prefill else 1,
+        q_tile=prefill_tile(case.max_q_len, q_heads, head_dim, sizes) if prefill else 1,
         capacity=capacity,
         kv_itemsize=itemsize,
         sizes=sizes,
@@ -223,7 +227,7 @@ def steady_loops(schedule: Sequence[str], kv_bytes: int | None) -> list[SteadyLo
     The first is the deepest loop with matrix products. Of what a branch in it can jump over, two kinds of regions are
     not counted, unless there are products in them: those with a loop of their own (the search for another sequence),
     and of several that start DMAs all but the last, as those before it fetch what comes first of all. If fetches have a
-    loop of their own, that counts too.
+    loop of their own, that counts too. Where XLA holds a small pool in VMEM, nothing is fetched.
 
     Args:
       schedule: as `read_schedule` gives it.
@@ -260,9 +264,12 @@ def steady_loops(schedule: Sequence[str], kv_bytes: int | None) -> list[SteadyLo
     steady = [_steady(bundles, kv_bytes or fetched)]
     if not fetched:
         apart = [loop for loop in loops if loop.innermost and _fetched_bytes(schedule[loop.start : loop.end])]
-        widest = max(apart, key=lambda loop: (_fetched_bytes(schedule[loop.start : loop.end]), loop.start))
-        bundles = schedule[widest.start : widest.end]
-        steady.append(_steady(bundles, _fetched_bytes(bundles)))
+        widest = max(
+            apart, key=lambda loop: (_fetched_bytes(schedule[loop.start : loop.end]), loop.start), default=None
+        )
+        if widest is not None:
+            bundles = schedule[widest.start : widest.end]
+            steady.append(_steady(bundles, _fetched_bytes(bundles)))
     return steady
 
 
@@ -286,6 +293,14 @@ def _multiplies(bundles: Sequence[str]) -> bool:
 def _fetched_bytes(bundles: Sequence[str]) -> int:
     """Bytes that these bundles start to fetch from device memory."""
     return GRANULE_BYTES * sum(int(granules) for bundle in bundles for granules in _FETCH.findall(bundle))
+
+
+def _operations(compiled: jax.stages.Compiled, dump_dir: pathlib.Path) -> str:
+    """The operations of the program. One that hands a gather to SparseCores cannot show itself; a listing does."""
+    try:
+        return compiled.as_text() or ""
+    except jax.errors.JaxRuntimeError:
+        return max(dump_dir.glob(f"*-TLP-*-{OPERATIONS}.txt")).read_text()  # of the top level, after the last pass
 
 
 def _dump(dump_dir: pathlib.Path, kernel: str, kind: str) -> pathlib.Path:

@@ -34,8 +34,9 @@ def paged_attention(
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"] | None]:
     """See `pallas_kernels.paged_attention.paged_attention`; `sizes` are the budgets of a kernel's plan.
 
-    Pools are read in place if head_dim is a multiple of 128 and kv_heads a power of two; others are padded or laid out
-    anew in each call, and scales of every slot are gathered first.
+    Pools are read in place if head_dim is 128 and kv_heads a power of two, or head_dim a larger multiple of 128 and
+    kv_heads one of 8. Others are padded or laid out anew in each call, which costs a copy of the pool (`temp_bytes` of
+    `python -m experiments compile`): store them padded instead. Scales of every slot are gathered first.
     """
     return attend_batch(
         q,

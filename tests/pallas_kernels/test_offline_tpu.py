@@ -54,6 +54,14 @@ def test_latency_slots_count_and_what_comes_first_of_all_does_not(schedule):
     assert loop.kv_bytes == 2 * 64 * offline_tpu.GRANULE_BYTES
 
 
+def test_a_fetch_between_two_layouts_is_a_fetch_and_a_write_back_is_none():
+    general = "%1 = dma.general /*src=*/%s1, /*size_in_granules=*/64, /*dst=*/%s2 /* {} */"
+    kinds = {"hbm-to-vmem": 64 * offline_tpu.GRANULE_BYTES, "vmem-to-hbm": 0}
+    for direction, num_bytes in kinds.items():
+        bundle = f"%2 = vmatmul %v1  ;;  {general.format(direction)}  ;;  %3 = dma.vmem_to_hbm /*size_in_granules=*/5"
+        assert offline_tpu._fetched_bytes([bundle]) == num_bytes
+
+
 def test_fetches_in_a_loop_of_their_own_count_too():
     fetch = [FETCH, "", "%1 = sbr.rel (%p1) target bundleno = 0 (0x0)", "", "", "", ""]
     compute = ["%2 = vmatmul.bf16 %v1", "%3 = sbr.rel (%p1) target bundleno = 7 (0x7)", "", "", "", ""]
