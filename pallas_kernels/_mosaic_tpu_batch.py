@@ -173,7 +173,7 @@ def _attend_stored(
     low_precision = q.dtype == jnp.bfloat16 and k.dtype != jnp.float32
     unpack = low_precision and k.dtype == jnp.float8_e4m3fn and not _unpacks_e4m3()
     padding = ((0, 0), (0, 0), (0, 0), (0, -head_dim % LANES))
-    # Blocks as matrices of (slot, head) rows: the same bytes if head_dim is 128, or whole lanes and kv_heads whole tiles.
+    # Blocks as matrices of (slot, head) rows: the same bytes if head_dim is 128, or kv_heads whole tiles.
     keys, values = (jnp.pad(x, padding).reshape(blocks, block_size * kv_heads, -1) for x in (k, v))
     capacity = blocks * block_size if table is None else table.shape[1] * block_size
     options = {"window": window, "soft_cap": soft_cap, "in_table": table is not None, "scaled": per_slot}
