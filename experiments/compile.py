@@ -76,6 +76,7 @@ class Config:
       seed: has no effect.
       targets: devices and groups of them, such as h100, h100x8, v6e, tpu7x-8.
       cases: patterns of kernel/case, such as paged_decode/d128_*.
+      on_demand: whether cases are compiled as well that every change is not held to.
       jobs: processes that compile at once.
       time_limit_s: of each process, for each of its cases.
       at_most: largest values by pattern of target/kernel/case and metric.
@@ -86,6 +87,7 @@ class Config:
     seed: int = 0
     targets: tuple[str, ...] = ("h100", "v5e", "v6e", "tpu7x")
     cases: tuple[str, ...] = ("*/*",)
+    on_demand: bool = False
     jobs: int = 2
     time_limit_s: float = 300.0
     at_most: dict[str, dict[str, float]] = dataclasses.field(default_factory=dict)
@@ -114,7 +116,7 @@ def jobs(config: Config) -> list[tuple[str, str, str]]:
         (target, kernel, case)
         for target in config.targets
         for kernel in offline_cases.KERNELS
-        for case in offline_cases.cases(kernel, TOPOLOGIES[target].target.platform)
+        for case in offline_cases.cases(kernel, TOPOLOGIES[target].target.platform, on_demand=config.on_demand)
         if any(fnmatch.fnmatch(f"{kernel}/{case}", pattern) for pattern in config.cases)
     ]
 
@@ -129,12 +131,16 @@ def run(config: Config, run_dir: Any, progress: Progress) -> results.Results:
     Raises:
       ValueError: a compiler is not installed.
     """
+    from pallas_kernels import offline_cases
+
     del run_dir  # the results are all there is
     work = jobs(config)
     found: dict[str, dict[str, results.Value]] = {}
     chunks: list[tuple[str, list[tuple[str, str]]]] = []
-    for target, group in itertools.groupby(work, key=lambda job: job[0]):
-        names = [(kernel, case) for _, kernel, case in group]
+    # Those of a process have one environment.
+    for _, group in itertools.groupby(work, key=lambda job: (job[0], offline_cases.environment(job[0], job[1]))):
+        together = list(group)
+        target, names = together[0][0], [(kernel, case) for _, kernel, case in together]
         chunks += [(target, names[i : i + TOGETHER]) for i in range(0, len(names), TOGETHER)]
     with concurrent.futures.ThreadPoolExecutor(config.jobs) as pool, progress.task("compile", len(work)) as advance:
         done = pool.map(lambda chunk: _compile(chunk[0], chunk[1], config.time_limit_s), chunks)
@@ -161,7 +167,7 @@ def _compile(target: str, names: Sequence[tuple[str, str]], time_limit_s: float)
     outcome = offline.run_job(
         "pallas_kernels.offline_cases:compile_cases",
         {"target": target, "names": names},
-        environment=offline_cases.compiler(TOPOLOGIES[target].target.platform).environment(target),
+        environment=offline_cases.environment(target, names[0][0]),
         time_limit_s=time_limit_s * len(names),
     )
     if outcome.status == "ok":
@@ -223,7 +229,7 @@ def command(what: str, overrides: Mapping[str, str], out: pathlib.Path | None, c
       UserError: the config is wrong, or a compiler is not installed.
     """
     path = pathlib.Path(what)
-    raw = configs.read_yaml(path) if path.suffix in (".yaml", ".yml") else {"cases": [what]}
+    raw = configs.read_yaml(path) if path.suffix in (".yaml", ".yml") else {"cases": [what], "on_demand": True}
     config = configs.decode(Config, configs.override(raw, overrides))
     try:
         found = run(resolve(config), None, Progress())

@@ -218,7 +218,7 @@ def attempt(config: Config, device: Device, kernel: str, case: AttentionCase, si
 
         assert config.target is not None
         arguments |= {"target": config.target}
-        job, environment = COMPILE, offline_cases.compiler(device.platform).environment(config.target)
+        job, environment = COMPILE, offline_cases.environment(config.target, kernel)
     outcome = offline.run_job(job, arguments, environment=environment, time_limit_s=config.time_limit_s)
     if outcome.status == "missing":
         raise UserError(outcome.message)

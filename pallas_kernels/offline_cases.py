@@ -42,8 +42,8 @@ class Program(NamedTuple):
     pallas_name: str | None = None  # of the Pallas kernel that the metrics describe
 
 
-def cases(kernel: str, platform: str) -> dict[str, Case]:
-    """The cases of a kernel that are compiled for absent devices of a platform, by name.
+def cases(kernel: str, platform: str, *, on_demand: bool = True) -> dict[str, Case]:
+    """The cases of a kernel that are compiled for absent devices of a platform, by name; all, or the checked ones.
 
     Raises:
       ValueError: there is no such kernel.
@@ -54,7 +54,10 @@ def cases(kernel: str, platform: str) -> dict[str, Case]:
     return {
         case.name: case
         for case in every
-        if case.offline and platform in case.platforms and kind in ("", getattr(case, "kind", ""))
+        if case.offline
+        and (on_demand or not case.on_demand)
+        and platform in case.platforms
+        and kind in ("", getattr(case, "kind", ""))
     }
 
 
@@ -88,7 +91,7 @@ def compile_case(
     options = {"kernel": program.pallas_name}
     with tuning.candidate(sizes):
         if platform == "tpu":
-            options = offline_tpu.inner_loop(kernel, known[case], target)
+            options = offline_tpu.inner_loop(kernel, known[case], target) if offline_tpu.lists(kernel) else {}
         return module.measure(function, arguments, target=target, dump_dir=dump_dir, **options)
 
 
@@ -112,6 +115,13 @@ def compile_cases(
             if path.is_file():
                 path.unlink()
     return {"outcomes": outcomes}
+
+
+def environment(target: str, kernel: str) -> dict[str, str]:
+    """Variables of a process that compiles cases of a kernel for a target."""
+    if TOPOLOGIES[target].target.platform == "gpu":
+        return offline_gpu.environment(target)
+    return offline_tpu.environment(target, listings=offline_tpu.lists(kernel))
 
 
 def compiler(platform: str) -> ModuleType:

@@ -117,7 +117,7 @@ def measure(
         kernel = max(kernels, key=lambda name: kernels[name]["instructions"])
     if kernel not in kernels:
         raise ValueError(f"kernel must be one of {sorted(kernels)}, got {kernel}")
-    return {**kernels[kernel], **program_metrics(compiled), "kernels": kernels}
+    return {**kernels[kernel], **program_metrics(compiled, compiled.as_text()), "kernels": kernels}
 
 
 def resident_warps(registers: int, warps: int, shared_memory_bytes: int, target: Target) -> int:

@@ -41,18 +41,32 @@ SCHEDULE, ALLOCATIONS = "packed-bundles-post-ra", "post-bundle-packing-post-ra"
 UTILIZATION = "final_hlo-static-per-bundle-utilization"
 OPERATIONS = "hlo-details"
 LISTINGS = (SCHEDULE, ALLOCATIONS, UTILIZATION, OPERATIONS)
+_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_WORKER_ID": "0",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+}
 BRANCH_DELAY = 4  # bundles after a branch that are issued whether it is taken or not
 
 
-def environment(target: str) -> dict[str, str]:
-    """Variables of the process that compiles for `target`; libtpu reads them when it is loaded."""
-    del target  # all TPUs alike
-    return {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "TPU_WORKER_ID": "0",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-4",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+def lists(kernel: str) -> bool:
+    """Whether a kernel's schedule is listed. That of prefill, which its products bound, would take minutes."""
+    return not kernel.endswith("prefill")
+
+
+def environment(target: str, *, listings: bool = True) -> dict[str, str]:
+    """Variables of the process that compiles for `target`; libtpu reads them when it is loaded.
+
+    Args:
+      target: all TPUs are alike.
+      listings: whether the compiler writes what `measure` reads of a kernel.
+    """
+    del target
+    if not listings:
+        return _ENVIRONMENT
+    return _ENVIRONMENT | {
         # Of some fifty listings of every computation, those that are read here.
         "LIBTPU_INIT_ARGS": "--xla_jf_dump_to={dump_dir} --xla_jf_dump_llo_text=true "
         f"--xla_jf_dump_llo_pass_label_regex={'|'.join(LISTINGS)}",
@@ -87,9 +101,9 @@ def measure(
       kernel: name of the kernel, as given to `pallas_call`.
 
     Returns:
-      argument_bytes, output_bytes, temp_bytes (per device) and collectives (a count). With `kernel` also vmem_bytes and
-      smem_bytes of its scratch and spills (vector registers spilled in the whole kernel). If that has a loop of matrix
-      products: bundles_per_mib and cycles_per_mib of the steady state; cycles_over_allowed, cycles_per_mib over those
+      argument_bytes, output_bytes, temp_bytes (per device), and collectives (a count) where the compiler tells. With
+      `kernel` also vmem_bytes and smem_bytes of its scratch and spills (vector registers spilled in the whole kernel). If
+      that has a loop of matrix products: bundles_per_mib and cycles_per_mib of the steady state; cycles_over_allowed, cycles_per_mib over those
       that pass while memory delivers a MiB; outer_cycles, those around the loops, spent once per sequence at most.
     """
     topology = TOPOLOGIES[target]
@@ -295,12 +309,13 @@ def _fetched_bytes(bundles: Sequence[str]) -> int:
     return GRANULE_BYTES * sum(int(granules) for bundle in bundles for granules in _FETCH.findall(bundle))
 
 
-def _operations(compiled: jax.stages.Compiled, dump_dir: pathlib.Path) -> str:
-    """The operations of the program. One that hands a gather to SparseCores cannot show itself; a listing does."""
+def _operations(compiled: jax.stages.Compiled, dump_dir: pathlib.Path) -> str | None:
+    """The operations of the program. One that hands a gather to SparseCores cannot show itself; a listing would."""
     try:
-        return compiled.as_text() or ""
+        return compiled.as_text()
     except jax.errors.JaxRuntimeError:
-        return max(dump_dir.glob(f"*-TLP-*-{OPERATIONS}.txt")).read_text()  # of the top level, after the last pass
+        last = max(dump_dir.glob(f"*-TLP-*-{OPERATIONS}.txt"), default=None)  # of the top level, after the last pass
+        return None if last is None else last.read_text()
 
 
 def _dump(dump_dir: pathlib.Path, kernel: str, kind: str) -> pathlib.Path:

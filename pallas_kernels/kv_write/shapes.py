@@ -19,6 +19,7 @@ class WriteCase:
       new_dtype: dtype of the new rows.
       scales: what one scale is for; those of a token and head are written, others given.
       offline: whether the case is compiled for devices that are not there.
+      on_demand: whether that is done only when asked for.
       platforms: where the case can run.
     """
 
@@ -31,6 +32,7 @@ class WriteCase:
     new_dtype: str
     scales: Scales = "none"
     offline: bool = False
+    on_demand: bool = False
     platforms: tuple[Platform, ...] = ("cpu", "gpu", "tpu")
 
 
@@ -78,6 +80,7 @@ _OFFLINE: tuple[WriteCase, ...] = tuple(
         "bfloat16",
         scales,
         offline=True,
+        on_demand=suffix != "int8_token",
         platforms=("gpu", "tpu"),
     )
     for suffix, pool, scales in _SERVED

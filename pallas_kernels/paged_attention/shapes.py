@@ -40,6 +40,7 @@ class AttentionCase:
       sinks: whether each head has one.
       return_lse: whether the logarithms of the denominators are asked for.
       offline: whether the case is compiled for devices that are not there, and too large for an interpreter.
+      on_demand: whether that is done only when asked for, not with every change.
       platforms: where the case can run.
     """
 
@@ -62,6 +63,7 @@ class AttentionCase:
     sinks: bool = False
     return_lse: bool = False
     offline: bool = False
+    on_demand: bool = False
     platforms: tuple[Platform, ...] = ("cpu", "gpu", "tpu")
 
     @property
@@ -321,7 +323,14 @@ def _offline(case: AttentionCase, options: str = "", **changes: Any) -> Attentio
     return dataclasses.replace(case, name="_".join(parts), blocks_per_seq=-(-4096 // case.block_size))
 
 
-_OFFLINE: tuple[AttentionCase, ...] = (
+# What every change is held to; the rest takes the compilers many minutes.
+_CHECKED = {
+    *(("decode", f"d128_kv8_g4_b{block_size}_{kv}") for block_size in (16, 32, 128) for kv in ("bf16", "fp8")),
+    ("decode", "d128_kv8_g4_b16_int8_token"),
+    ("decode", "d64_kv8_g8_b16_bf16_w128_sinks"),
+    ("prefill", "d128_kv8_g4_b16_bf16"),
+}
+_COMPILED: tuple[AttentionCase, ...] = (
     *(
         _offline(_OFFLINE_DECODE, block_size=block_size, kv_dtype=kv_dtype)
         for block_size in (16, 32, 128)
@@ -342,4 +351,5 @@ _OFFLINE: tuple[AttentionCase, ...] = (
     _offline(_OFFLINE_PREFILL, "w128_sinks", q_heads=64, head_dim=64, window=128, sinks=True),
     _offline(_OFFLINE_PREFILL, "head_new", kv_dtype="float8_e4m3fn", scales="head", reads_new=True),
 )
+_OFFLINE = tuple(dataclasses.replace(case, on_demand=(case.kind, case.name) not in _CHECKED) for case in _COMPILED)
 CASES: tuple[AttentionCase, ...] = _SIZES + _OPTIONS + _QUANTISED + _HEADS + _OFFLINE

@@ -18,7 +18,7 @@ from tests.paxkv.oracles.blocks import Prompt
 from tests.paxkv.oracles.jitted import operations
 from tests.paxkv.oracles.twins import MEMORIES, Twins, drive
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 MUTANTS = []
 replace = dataclasses.replace

@@ -12,7 +12,7 @@ from paxkv.paged import Paged
 from tests.paxkv.oracles.swap_server import MEMORIES, TIGHT, operations, play_tight
 from tests.paxkv.oracles.swapping import SwapOperations, SwapTwins, drive_swaps
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 MUTANTS = []
 
