@@ -102,9 +102,10 @@ def measure(
 
     Returns:
       argument_bytes, output_bytes, temp_bytes (per device), and collectives (a count) where the compiler tells. With
-      `kernel` also vmem_bytes and smem_bytes of its scratch and spills (vector registers spilled in the whole kernel). If
-      that has a loop of matrix products: bundles_per_mib and cycles_per_mib of the steady state; cycles_over_allowed, cycles_per_mib over those
-      that pass while memory delivers a MiB; outer_cycles, those around the loops, spent once per sequence at most.
+      `kernel` also vmem_bytes and smem_bytes of its scratch and spills (vector registers spilled in the whole kernel).
+      If that has a loop of matrix products: bundles_per_mib and cycles_per_mib of the steady state;
+      cycles_over_allowed, cycles_per_mib over those that pass while memory delivers a MiB; outer_cycles, those around
+      the loops, spent once per sequence at most.
     """
     topology = TOPOLOGIES[target]
     devices = topology_devices(topology)
