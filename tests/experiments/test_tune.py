@@ -44,39 +44,39 @@ def results_of(capsys):
 
 def test_candidates_that_crash_hang_or_are_wrong_cost_themselves_alone(tuned, capsys, tmp_path):
     out = tmp_path / "out.json"
-    grid = {"num_stages": [1, 2, 3, 4, 5], "kv_tile": [4]}
+    grid = {"num_stages": [1, 2, 3, 4, 5], "kv_tile": [16]}
     assert tuned(grid, "--time_limit_s", "3", "--out", str(out)) == 0
     captured = capsys.readouterr()
     (row,) = json.loads(captured.out.splitlines()[-1])["results"].values()
     assert row == {
         "tried": 6,
         "failed": 4,
-        "default": 10.0,
-        "best": 4.0,
+        "default": 40.0,
+        "best": 16.0,
         "gain": 1.5,
-        "sizes": json.dumps({"num_stages": 5, "kv_tile": 4}),
+        "sizes": json.dumps({"num_stages": 5, "kv_tile": 16}),
     }
     statuses = [trial["status"] for trial in json.loads(out.read_text())["trials"][CASE]]
     assert statuses == ["ok", "crashed", "timed_out", "refused", "failed", "ok"]
 
 
 def test_what_is_installed_is_what_a_kernel_is_made_with(tuned, capsys):
-    assert tuned({"num_stages": [5], "kv_tile": [4, 64]}, "--install") == 0
+    assert tuned({"num_stages": [5], "kv_tile": [16, 64]}, "--install") == 0
     path = tuning.table_path(GPU.kind)
     entry = json.loads(path.read_text())["entries"][ENTRY]
-    assert (path.name, entry["how"], entry["metric"], entry["value"]) == ("some_gpu_80gb.json", "measured", "ms", 4.0)
+    assert (path.name, entry["how"], entry["metric"], entry["value"]) == ("some_gpu_80gb.json", "measured", "ms", 16.0)
     with choices.recording() as found:
         tuning.choose(ENTRY, DEFAULT, GPU.kind)
         tuning.choose(ENTRY, DEFAULT, "Another GPU")
     assert [(choice["sizes"]["kv_tile"], choice["source"]) for choice in found[ENTRY]] == [
-        (4, "some_gpu_80gb.json"),
+        (16, "some_gpu_80gb.json"),
         (32, "default"),
     ]
 
 
 def test_an_entry_leaves_the_table_when_the_default_has_become_best(tuned, capsys):
-    tuned({"num_stages": [5], "kv_tile": [4]}, "--install")
-    tuned({"num_stages": [5], "kv_tile": [11]}, "--install")
+    tuned({"num_stages": [5], "kv_tile": [16]}, "--install")
+    tuned({"num_stages": [5], "kv_tile": [64]}, "--install")
     assert json.loads(tuning.table_path(GPU.kind).read_text())["entries"] == {}
 
 
@@ -97,7 +97,7 @@ def test_a_candidate_is_kept_if_it_beats_the_default_by_enough(trials, least_gai
 def test_a_case_of_which_nothing_runs_fails_the_command(tuned, monkeypatch, capsys):
     refuse = offline.Outcome("refused", {}, "no", 0.0)
     monkeypatch.setattr(offline, "run_job", lambda *_, **__: refuse)
-    assert tuned({"kv_tile": [4]}) == 1
+    assert tuned({"kv_tile": [16]}) == 1
     assert f"no candidate of {CASE} ran" in capsys.readouterr().err
 
 
