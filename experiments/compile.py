@@ -226,8 +226,10 @@ def command(what: str, overrides: Mapping[str, str], out: pathlib.Path | None, c
       The exit code: 1 if a case did not compile or is past a limit.
 
     Raises:
-      UserError: the config is wrong, or a compiler is not installed.
+      UserError: the config is wrong, a compiler is not installed, or `out` cannot be written.
     """
+    if out is not None:
+        files.require_writable(out)
     path = pathlib.Path(what)
     raw = configs.read_yaml(path) if path.suffix in (".yaml", ".yml") else {"cases": [what], "on_demand": True}
     config = configs.decode(Config, configs.override(raw, overrides))
@@ -240,7 +242,7 @@ def command(what: str, overrides: Mapping[str, str], out: pathlib.Path | None, c
     for failure in failures:
         print(f"check failed: {failure}", file=sys.stderr)
     summary = results.summary("compile", "", results.FAILED if failures else results.FINISHED, found)
+    print(results.summary_line(summary))
     if out is not None:
         files.write_text(out, json.dumps(summary, indent=1) + "\n")
-    print(results.summary_line(summary))
     return 1 if failures else 0

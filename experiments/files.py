@@ -32,6 +32,20 @@ def write_bytes(path: pathlib.Path, data: bytes) -> None:
         raise UserError(f"cannot write {path}: {error.strerror}") from error
 
 
+def require_writable(path: pathlib.Path) -> None:
+    """Refuses a file that could not be written, before work whose results would go into it.
+
+    Raises:
+      UserError: its folder is not there or may not be written, or the path is a folder.
+    """
+    if path.is_dir():
+        raise UserError(f"cannot write {path}: it is a folder")
+    if not path.parent.is_dir():
+        raise UserError(f"cannot write {path}: there is no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise UserError(f"cannot write {path}: its folder may not be written")
+
+
 def sync_folder(path: pathlib.Path) -> None:
     """Makes renames inside a folder survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

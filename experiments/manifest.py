@@ -35,7 +35,7 @@ def begin(run_id: str, config_hash: str, seed: int, argv: Sequence[str]) -> dict
         "versions": versions(),
         "devices": devices(),
         "environment": environment(),
-        "kernels": {},  # backends and sizes that the session which finishes the run chose
+        "kernels": {},  # backends and sizes that this session chose
         "inputs": {},
         "earlier_sessions": [],
     }
@@ -44,6 +44,7 @@ def begin(run_id: str, config_hash: str, seed: int, argv: Sequence[str]) -> dict
 def resume(manifest: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:
     """The manifest of a run that is taken up: its inputs stay, and who computed the finished parts is kept."""
     session = {name: earlier[name] for name in ("started", "git", "versions", "devices", "environment", "argv")}
+    session["kernels"] = earlier.get("kernels", {})
     return manifest | {
         "inputs": earlier["inputs"],
         "earlier_sessions": [*earlier["earlier_sessions"], session],

@@ -26,6 +26,7 @@ import polars as pl
 
 from experiments import files, manifest
 from experiments.errors import UserError
+from pallas_kernels import choices
 
 SUMMARY, REPORT, CONFIG, MANIFEST = "summary.json", "report.html", "config.yaml", "manifest.json"
 ERROR = "error.txt"
@@ -124,6 +125,9 @@ class RunDirectory(Folder):
         except BaseException:
             shutil.rmtree(temporary)
             raise
+        # Before the part is there, as whoever takes up the run after a kill does not compute it again.
+        if (self.path / MANIFEST).exists():
+            self.write_json(MANIFEST, self.read_json(MANIFEST) | {"kernels": choices.so_far()})
         temporary.rename(final)
         files.sync_folder(final.parent)
 

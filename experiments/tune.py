@@ -100,16 +100,18 @@ def command(
       The exit code: 1 if no candidate of some case ran.
 
     Raises:
-      UserError: the config is wrong, or there is nothing to rank candidates by.
+      UserError: the config is wrong, there is nothing to rank candidates by, or what is found cannot be written.
     """
+    if out is not None:
+        files.require_writable(out)
     config = configs.decode(Config, configs.override(configs.read_yaml(path), overrides))
     try:
         device = describe(config)
         work = cases(config, device)
     except ValueError as error:
         raise UserError(str(error)) from error
-    if install and config.backend not in (None, BACKENDS.get(device.platform)):
-        raise UserError(f"--install is for kernels that run on the device, got the backend {config.backend}")
+    if install:
+        require_installable(config, device, work)
     found: dict[str, dict[str, results.Value]] = {}
     trials: dict[str, list[Trial]] = {}
     tried = [(kernel, case, sizes) for kernel, case in work for sizes in candidates(config, case)]
@@ -131,10 +133,10 @@ def command(
         print(f"no candidate of {name} ran", file=sys.stderr)
     status = results.FAILED if failures else results.FINISHED
     summary = results.summary("tune", "", status, found) | {"device_kind": device.kind, "metric": unit}
+    print(results.summary_line(summary))
     if out is not None:
         every = {name: [trial._asdict() for trial in each] for name, each in trials.items()}
         files.write_text(out, json.dumps(summary | {"trials": every}, indent=1) + "\n")
-    print(results.summary_line(summary))
     return 1 if failures else 0
 
 
@@ -165,7 +167,7 @@ def cases(config: Config, device: Device) -> list[tuple[str, AttentionCase]]:
     """The kernels and cases that a config asks for.
 
     Raises:
-      ValueError: a pattern matches none, a grid is of no kind, or no kernels run on the device.
+      ValueError: a pattern matches none, a grid is of no kind, a count is below 1, or no kernels run on the device.
     """
     from pallas_kernels import offline_cases
 
@@ -175,6 +177,9 @@ def cases(config: Config, device: Device) -> list[tuple[str, AttentionCase]]:
         raise ValueError(
             f"target must be given, as kernels are tuned on {' and '.join(BACKENDS)}, and here is a {device.platform}"
         )
+    for name in ("jobs", "repeats", "calls"):
+        if getattr(config, name) < 1:
+            raise ValueError(f"{name} must be at least 1, got {getattr(config, name)}")
     if config.jobs > 1 and device.here:
         raise ValueError(f"jobs must be 1 where candidates are timed, got {config.jobs}")
     kernels = [f"{memory}_{kind}" for memory in ("paged", "contiguous") for kind in ("decode", "prefill")]
@@ -198,6 +203,29 @@ def cases(config: Config, device: Device) -> list[tuple[str, AttentionCase]]:
             "save"
         )
     return chosen
+
+
+def require_installable(config: Config, device: Device, work: Sequence[tuple[str, AttentionCase]]) -> None:
+    """Refuses to install what kernels on the device would not use, or what could not be kept.
+
+    Raises:
+      UserError: the backend is not the device's, two cases would write one entry, or the table is damaged or cannot be
+        written.
+    """
+    if config.backend not in (None, BACKENDS.get(device.platform)):
+        raise UserError(f"--install is for kernels that run on the device, got the backend {config.backend}")
+    names: dict[str, list[str]] = {}
+    for kernel, case in work:
+        names.setdefault(case.entry_name(kernel), []).append(f"{kernel}/{case.name}")
+    for entry, sharing in names.items():
+        if len(sharing) > 1:
+            raise UserError(f"--install needs one case for each entry, got {' and '.join(sharing)} for {entry}")
+    path = tuning.table_path(device.kind)
+    files.require_writable(path)
+    try:
+        tuning.read_table(path)
+    except tuning.SizesError as error:
+        raise UserError(str(error)) from error
 
 
 def candidates(config: Config, case: AttentionCase) -> list[dict[str, int]]:
@@ -257,7 +285,7 @@ def judge(trials: Sequence[Trial], least_gain: float) -> dict[str, results.Value
 def keep(device: Device, name: str, row: Mapping[str, results.Value], unit: str) -> None:
     """Writes an entry into the table of the device's kind, or takes it out where the default is best."""
     path = tuning.table_path(device.kind)
-    entries = dict(json.loads(path.read_text())["entries"]) if path.exists() else {}
+    entries = dict(tuning.read_table(path))
     entries.pop(name, None)
     sizes = json.loads(str(row["sizes"]))
     if sizes:
@@ -271,6 +299,7 @@ def keep(device: Device, name: str, row: Mapping[str, results.Value], unit: str)
         }
     table = {"device_kind": device.kind, "entries": dict(sorted(entries.items()))}
     files.write_text(path, json.dumps(table, indent=1) + "\n")
+    tuning.read_table.cache_clear()
 
 
 def tables(

@@ -27,6 +27,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Float32, Int32, Num
 
+from pallas_kernels import tuning
+
 LANES = 128
 SUBLANES = 8
 MXU_COLUMNS = 256  # of the widest matrix unit
@@ -59,6 +61,9 @@ class Sizes:
     most_columns: int = 32 * 1024
     q_tile: int = 128
     out_bytes: int = 2 * MIB
+
+    def __post_init__(self) -> None:
+        tuning.check_power_of_two("q_tile", self.q_tile)
 
 
 SIZES = Sizes()

@@ -62,9 +62,9 @@ class Tiling:
     """How a kernel cuts its work. Registers and shared memory limit it; see `python -m experiments compile`.
 
     Attributes:
-      rows: rows of queries times heads, a power of two.
-      kv_tile: positions in a step, a power of two.
-      num_warps: warps of a program.
+      rows: rows of queries times heads, a power of two of at least 16 and the query heads of a KV head.
+      kv_tile: positions in a step, a power of two of at least 16.
+      num_warps: warps of a program, a power of two.
       num_stages: steps whose keys and values are in flight at once.
       split_size: positions per split; None to split by the shape of the batch. A fixed size makes the output of a
         sequence independent of its company, bit for bit.
@@ -75,6 +75,11 @@ class Tiling:
     num_warps: int
     num_stages: int
     split_size: int | None = None
+
+    def __post_init__(self) -> None:
+        tuning.check_power_of_two("rows", self.rows, at_least=MIN_DOT)
+        tuning.check_power_of_two("kv_tile", self.kv_tile, at_least=MIN_DOT)
+        tuning.check_power_of_two("num_warps", self.num_warps)
 
 
 class Source(NamedTuple):
@@ -172,6 +177,7 @@ def attend(
     """
     tokens, q_heads, head_dim = q.shape
     kv_heads, seqs = k.shape[1], kv_lens.shape[0]
+    group = q_heads // kv_heads
     if head_dim > MAX_HEAD_DIM:
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM} for the Triton kernel, got {head_dim}")
     for name, array in {"q": q, "k": k, "v": v}.items():
@@ -184,7 +190,7 @@ def attend(
     call = functools.partial(
         _launch,
         Inputs(places, q, k, v, k_scale, v_scale, k_new, v_new, sinks),
-        group=q_heads // kv_heads,
+        group=group,
         dtype=dtype,
         scale=scale,
         window=window,
@@ -198,24 +204,27 @@ def attend(
             f"{'contiguous' if block_size is None else 'paged'}_{kind}",
             head_dim=head_dim,
             kv_heads=kv_heads,
-            group=q_heads // kv_heads,
+            group=group,
             block_size=block_size,
             q_dtype=q.dtype,
             kv_dtype=k.dtype,
         )
-        return tuning.choose(name, default, None if interpret else compat.device_kind())
+        tiling = tuning.choose(name, default, None if interpret else compat.device_kind())
+        if tiling.rows < group:
+            raise tuning.SizesError(f"rows of {name} must be at least its {group} heads, got {tiling.rows}")
+        return tiling
 
     q_lens = jnp.where(kv_lens > 0, cu_q_lens[1:] - cu_q_lens[:-1], 0)
     singles = jnp.where(q_lens == 1, 1, 0)
     tiles = single_queries(singles, kv_lens, cu_q_lens, window)
-    tiling = decode_tiling or tuned("decode", default_decode_tiling(q_heads // kv_heads, head_dim, dtype))
+    tiling = decode_tiling or tuned("decode", default_decode_tiling(group, head_dim, dtype))
     splits = count_splits(seqs * kv_heads, capacity, window, tiling.split_size)
     single_out, single_lse = call(tiles, tiling, splits=splits, name="attention_decode")
     runs = min(seqs, tokens // 2)
     if max_q_len == 1 or runs == 0:
         return single_out, single_lse
-    tiling = prefill_tiling or tuned("prefill", default_prefill_tiling(q_heads // kv_heads, head_dim, dtype))
-    q_tile = tiling.rows // (q_heads // kv_heads)
+    tiling = prefill_tiling or tuned("prefill", default_prefill_tiling(group, head_dim, dtype))
+    q_tile = tiling.rows // group
     # Each run of n tokens takes ceil(n / q_tile) <= (n + q_tile - 1) / q_tile tiles.
     max_tiles = (tokens + runs * (q_tile - 1)) // q_tile
     tiles = cut_queries(q_lens - singles, kv_lens, cu_q_lens, window=window, q_tile=q_tile, max_tiles=max_tiles)

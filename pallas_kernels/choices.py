@@ -27,6 +27,11 @@ def recording() -> Iterator[Choices]:
         _open.reset(token)
 
 
+def so_far() -> Choices:
+    """What has been chosen since the recording began; nothing outside of one."""
+    return _open.get() or {}
+
+
 def note(name: str, **choice: Any) -> None:
     """Records a choice, of what JSON can hold, if anybody collects them."""
     found = _open.get()

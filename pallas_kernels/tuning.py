@@ -40,6 +40,15 @@ SHORT: Mapping[str, str] = {
 
 Entries = Mapping[str, Mapping[str, Any]]
 
+
+class SizesError(RuntimeError):
+    """Sizes that no kernel can be made with, or a damaged table of them.
+
+    Not a ValueError: `dispatch` takes that for a call that a kernel cannot do, and would go on to a slower backend
+    without a word.
+    """
+
+
 _candidate: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("candidate", default=None)
 
 
@@ -69,6 +78,12 @@ def entry_name(
     return "_".join([f"{kernel}/d{head_dim}", f"kv{kv_heads}", f"g{group}", *blocks, *dtypes])
 
 
+def check_power_of_two(argument: str, value: int, *, at_least: int = 1) -> None:
+    """Raises a SizesError unless a size is a power of two, and no smaller than it may be."""
+    if value < at_least or value & (value - 1):
+        raise SizesError(f"{argument} must be a power of two of at least {at_least}, got {value}")
+
+
 def choose(name: str, default: Any, device_kind: str | None) -> Any:
     """The sizes for a kernel, and a note of where they come from.
 
@@ -81,9 +96,9 @@ def choose(name: str, default: Any, device_kind: str | None) -> Any:
       `default` with what the table has for the name; it is left to the compiler to refuse what does not fit.
 
     Raises:
-      ValueError: an entry of the table names a field that `default` does not have.
+      SizesError: the table is damaged, or an entry has a field that `default` does not have or a value that it refuses.
     """
-    known = [field.name for field in dataclasses.fields(default)]
+    known = {field.name: field for field in dataclasses.fields(default)}
     tried = _candidate.get()
     if tried is not None:
         changes, source = tried, CANDIDATE
@@ -92,8 +107,15 @@ def choose(name: str, default: Any, device_kind: str | None) -> Any:
         entries = {} if path is None else read_table(path)
         changes, source = (entries[name]["sizes"], path.name) if path and name in entries else ({}, DEFAULT)
     if unknown := sorted(set(changes) - set(known)):
-        raise ValueError(f"sizes of {name} must be of {known}, got {unknown} ({source})")
-    sizes = dataclasses.replace(default, **changes)
+        raise SizesError(f"sizes of {name} must be of {list(known)}, got {unknown} ({source})")
+    for field, value in changes.items():
+        counts = isinstance(value, int) and not isinstance(value, bool) and value >= 1
+        if not counts and not (value is None and known[field].default is None):
+            raise SizesError(f"sizes of {name} ({source}): {field} must be a positive integer, got {value!r}")
+    try:
+        sizes = dataclasses.replace(default, **changes)
+    except SizesError as error:
+        raise SizesError(f"sizes of {name} ({source}): {error}") from error
     choices.note(name, sizes=dataclasses.asdict(sizes), source=source)
     return sizes
 
@@ -118,5 +140,21 @@ def table_path(device_kind: str) -> pathlib.Path:
 
 @functools.cache
 def read_table(path: pathlib.Path) -> Entries:
-    """The entries of a table; none if there is no such file. A process reads each file once."""
-    return json.loads(path.read_text())["entries"] if path.exists() else {}
+    """The entries of a table; none if there is no such file. A process reads each file once.
+
+    Raises:
+      SizesError: it is no table, or that of another device.
+    """
+    if not path.exists():
+        return {}
+    try:
+        table = json.loads(path.read_text())
+        device_kind, entries = table["device_kind"], table["entries"]
+        damaged = [name for name, entry in entries.items() if not isinstance(entry["sizes"], dict)]
+    except (ValueError, TypeError, AttributeError, LookupError) as error:
+        raise SizesError(f"{path} must be a table of sizes: {type(error).__name__}: {error}") from error
+    if damaged:
+        raise SizesError(f"{path} must have the sizes of an entry by field, got something else for {damaged}")
+    if not isinstance(device_kind, str) or table_path(device_kind) != path:
+        raise SizesError(f"{path} must be the table of the device in its name, got {device_kind!r}")
+    return entries

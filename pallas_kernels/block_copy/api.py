@@ -47,7 +47,7 @@ def block_copy(
     Inside a jitted function whose pool is donated the copy is in place. A call without a real pair moves no data.
 
     Args:
-      pool: what slots hold, of any dtype: keys or values of one layer `[slots, kv_heads, head_dim]`, their scales
+      pool: what slots hold, integers or floats: keys or values of one layer `[slots, kv_heads, head_dim]`, their scales
         `[slots, kv_heads]`, or with a block_size of 1 an array that has one entry for each block.
       src: the blocks that are read.
       dst: the blocks that are overwritten.
@@ -145,6 +145,8 @@ def fill_blocks(
 def _check_pool(argument: str, pool: jax.Array, block_size: int) -> None:
     require(block_size >= 1, "block_size", "at least 1", block_size)
     require(pool.ndim >= 1 and pool.size > 0, argument, "[slots, ...] with no empty axis", f"shape {pool.shape}")
+    real = jnp.issubdtype(pool.dtype, jnp.integer) or jnp.issubdtype(pool.dtype, jnp.floating)
+    require(real, argument, "of integers or floats", pool.dtype.name)
     slots = pool.shape[0]
     require(slots <= MAX_INT32, argument, f"of at most {MAX_INT32} slots, since slot ids are int32", slots)
     require(slots % block_size == 0, argument, f"of whole blocks of {block_size} slots", f"{slots} slots")

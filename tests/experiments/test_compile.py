@@ -96,6 +96,13 @@ def test_what_does_not_exist_is_refused(arguments, words):
         compile.command(arguments[0], cli.parse_overrides(arguments[1:])[1], None, None)
 
 
+def test_results_that_could_not_be_written_are_not_computed(compiler, capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(compile, "run", lambda *_: pytest.fail("something was compiled"))
+    out = tmp_path / "none" / "out.json"
+    assert cli.main(["compile", f"paged_decode/{DECODE}", "--targets", "[h100]", "--out", str(out)]) == 2
+    assert f"cannot write {out}: there is no folder {out.parent}" in capsys.readouterr().err
+
+
 def test_compile_needs_one_config(capsys):
     assert cli.main(["compile"], registry.EXPERIMENTS) == 2
     assert "compile needs one config or one KERNEL/CASE, got 0" in capsys.readouterr().err

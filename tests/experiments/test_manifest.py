@@ -46,8 +46,10 @@ def test_a_resumed_run_keeps_its_inputs_and_tells_what_changed():
     first = manifest.begin("x-1-0", "hash", 0, ["run", "a b.yaml"])
     assert first["command"] == "python -m experiments run 'a b.yaml'"
     first["inputs"]["trace"] = "abc"
+    first["kernels"] = {"kv_write": [{"backend": "xla"}]}
     second = manifest.resume(manifest.begin("x-1-0", "hash", 0, []), first)
     assert second["inputs"] == {"trace": "abc"}
+    assert (second["kernels"], second["earlier_sessions"][0]["kernels"]) == ({}, first["kernels"])
     assert manifest.differences(second) == []
     other = first | {"versions": first["versions"] | {"jax": "0"}, "git": "other"}
     third = manifest.resume(other, second)

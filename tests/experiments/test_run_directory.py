@@ -12,6 +12,7 @@ import pytest
 
 from experiments.errors import UserError
 from experiments.run_directory import MANIFEST, SUMMARY, RunDirectory, finished_parts, is_running
+from pallas_kernels import choices
 
 FRAME = pl.DataFrame({"x": [1, 2]})
 
@@ -39,6 +40,20 @@ def test_a_part_that_raises_leaves_nothing(tmp_path):
         with run_dir.part("paged") as part:
             part.write_parquet("steps.parquet", FRAME)
         assert finished_parts(run_dir.path) == ["paged"]
+
+
+def test_the_kernels_of_a_finished_part_are_known_though_its_process_is_killed(tmp_path):
+    with RunDirectory.open(tmp_path / "run") as run_dir, choices.recording():
+        run_dir.write_json("manifest", {"inputs": {"trace": "abc"}, "kernels": {}})
+        for part, backend in (("a", "triton"), ("b", "xla")):
+            choices.note("kv_write", backend=backend)
+            with run_dir.part(part):
+                pass
+        choices.note("kv_write", backend="of a part that is never finished")
+        assert run_dir.read_json("manifest") == {
+            "inputs": {"trace": "abc"},
+            "kernels": {"kv_write": [{"backend": "triton"}, {"backend": "xla"}]},
+        }
 
 
 def test_a_finished_part_is_not_overwritten(tmp_path):

@@ -1,6 +1,7 @@
 """The tuner outlives its candidates, keeps what is worth keeping, and writes it where kernels look."""
 
 import json
+import pathlib
 import re
 
 import jax
@@ -8,11 +9,13 @@ import numpy as np
 import pytest
 
 from experiments import cli, tune, tune_job
+from experiments import config as configs
 from experiments.tune import Device, Trial
 from pallas_kernels import choices, offline, tuning
 from pallas_kernels._triton_attention import Tiling
 from pallas_kernels.offline_cases import KERNELS
 
+REPOSITORY = pathlib.Path(__file__).parents[2]
 CASE = "paged_decode/decode_d64_kv2_g4_b16_f32"
 ENTRY = "paged_decode/d64_kv2_g4_b16_f32"
 GPU = Device("gpu", "Some GPU 80GB", here=True)
@@ -44,40 +47,79 @@ def results_of(capsys):
 
 def test_candidates_that_crash_hang_or_are_wrong_cost_themselves_alone(tuned, capsys, tmp_path):
     out = tmp_path / "out.json"
-    grid = {"num_stages": [1, 2, 3, 4, 5], "kv_tile": [4]}
+    grid = {"num_stages": [1, 2, 3, 4, 5], "kv_tile": [16]}
     assert tuned(grid, "--time_limit_s", "3", "--out", str(out)) == 0
     captured = capsys.readouterr()
     (row,) = json.loads(captured.out.splitlines()[-1])["results"].values()
     assert row == {
         "tried": 6,
         "failed": 4,
-        "default": 10.0,
-        "best": 4.0,
+        "default": 40.0,
+        "best": 16.0,
         "gain": 1.5,
-        "sizes": json.dumps({"num_stages": 5, "kv_tile": 4}),
+        "sizes": json.dumps({"num_stages": 5, "kv_tile": 16}),
     }
     statuses = [trial["status"] for trial in json.loads(out.read_text())["trials"][CASE]]
     assert statuses == ["ok", "crashed", "timed_out", "refused", "failed", "ok"]
 
 
 def test_what_is_installed_is_what_a_kernel_is_made_with(tuned, capsys):
-    assert tuned({"num_stages": [5], "kv_tile": [4, 64]}, "--install") == 0
+    assert tuned({"num_stages": [5], "kv_tile": [16, 64]}, "--install") == 0
     path = tuning.table_path(GPU.kind)
     entry = json.loads(path.read_text())["entries"][ENTRY]
-    assert (path.name, entry["how"], entry["metric"], entry["value"]) == ("some_gpu_80gb.json", "measured", "ms", 4.0)
+    assert (path.name, entry["how"], entry["metric"], entry["value"]) == ("some_gpu_80gb.json", "measured", "ms", 16.0)
     with choices.recording() as found:
         tuning.choose(ENTRY, DEFAULT, GPU.kind)
         tuning.choose(ENTRY, DEFAULT, "Another GPU")
     assert [(choice["sizes"]["kv_tile"], choice["source"]) for choice in found[ENTRY]] == [
-        (4, "some_gpu_80gb.json"),
+        (16, "some_gpu_80gb.json"),
         (32, "default"),
     ]
 
 
 def test_an_entry_leaves_the_table_when_the_default_has_become_best(tuned, capsys):
-    tuned({"num_stages": [5], "kv_tile": [4]}, "--install")
-    tuned({"num_stages": [5], "kv_tile": [11]}, "--install")
+    tuned({"num_stages": [5], "kv_tile": [16]}, "--install")
+    tuned({"num_stages": [5], "kv_tile": [64]}, "--install")
     assert json.loads(tuning.table_path(GPU.kind).read_text())["entries"] == {}
+
+
+def refused(tuned, capsys, monkeypatch, *arguments):
+    """What is said of a call that must be refused before anything is tried."""
+
+    def tries(*_):
+        raise AssertionError("a candidate was tried")
+
+    monkeypatch.setattr(tune, "attempt", tries)
+    assert tuned({"kv_tile": [16]}, *arguments) == 2
+    return capsys.readouterr().err
+
+
+@pytest.mark.parametrize("out", ["none/out.json", "tuned"])
+def test_results_that_could_not_be_written_are_not_computed(tuned, capsys, monkeypatch, tmp_path, out):
+    assert f"cannot write {tmp_path / out}" in refused(tuned, capsys, monkeypatch, "--out", str(tmp_path / out))
+
+
+def test_entries_that_could_not_be_installed_are_not_looked_for(tuned, capsys, monkeypatch, tmp_path):
+    path = tuning.table_path(GPU.kind)
+    path.write_text('{"device_kind": "Some GPU 80GB", "entr')
+    assert f"{path} must be a table of sizes" in refused(tuned, capsys, monkeypatch, "--install")
+    monkeypatch.setattr(tuning, "TABLES", tmp_path / "none")
+    assert f"cannot write {tuning.table_path(GPU.kind)}" in refused(tuned, capsys, monkeypatch, "--install")
+
+
+def test_two_cases_may_not_write_one_entry(tuned, capsys, monkeypatch):
+    cases = "[paged_decode/d128_kv8_g4_b16_fp8*]"
+    assert re.search(
+        r"one case for each entry, got paged_decode/d128_kv8_g4_b16_fp8 and paged_decode/d128_kv8_g4_b16_fp8_head_new",
+        refused(tuned, capsys, monkeypatch, "--install", "--cases", cases),
+    )
+
+
+@pytest.mark.parametrize(("name", "kind"), [("gpu", "NVIDIA H100 80GB HBM3"), ("tpu", "TPU v6 lite")])
+def test_what_the_configs_find_can_be_installed(name, kind):
+    config = configs.decode(tune.Config, configs.read_yaml(REPOSITORY / f"configs/kernel_tune/{name}.yaml"))
+    device = Device(name, kind, here=name == "gpu")
+    tune.require_installable(config, device, tune.cases(config, device))
 
 
 @pytest.mark.parametrize(
@@ -97,7 +139,7 @@ def test_a_candidate_is_kept_if_it_beats_the_default_by_enough(trials, least_gai
 def test_a_case_of_which_nothing_runs_fails_the_command(tuned, monkeypatch, capsys):
     refuse = offline.Outcome("refused", {}, "no", 0.0)
     monkeypatch.setattr(offline, "run_job", lambda *_, **__: refuse)
-    assert tuned({"kv_tile": [4]}) == 1
+    assert tuned({"kv_tile": [16]}) == 1
     assert f"no candidate of {CASE} ran" in capsys.readouterr().err
 
 
@@ -108,6 +150,8 @@ def test_a_case_of_which_nothing_runs_fails_the_command(tuned, monkeypatch, caps
         ("target: v7e", "target must be one of h100, h200, v5e, v5p, v6e, tpu7x, got 'v7e'"),
         ("{target: v6e, cases: [paged_prefill/*]}", "cases must be of decode"),
         ("{target: v6e, cases: [paged_decode/d127*]}", "cases must match a kernel/case of TPU v6 lite, got"),
+        ("{target: v6e, jobs: 0}", "jobs must be at least 1, got 0"),
+        ("{target: v6e, calls: 0}", "calls must be at least 1, got 0"),
         ("{target: v6e, grids: {encode: {}}}", r"grids must be of decode and prefill, got \['encode'\]"),
     ],
 )

@@ -177,6 +177,8 @@ IDS = array(2, dtype=jnp.int32)
         ({"block_size": 5}, r"pool must be of whole blocks of 5 slots, got 12 slots"),
         ({"pool": array(0, 2, 8)}, r"pool must be \[slots, ...\] with no empty axis, got shape \(0, 2, 8\)"),
         ({"pool": array()}, r"pool must be \[slots, ...\] with no empty axis, got shape \(\)"),
+        ({"pool": array(4, 2, dtype="bool")}, "pool must be of integers or floats, got bool"),
+        ({"pool": array(4, 2, dtype="complex64")}, "pool must be of integers or floats, got complex64"),
         ({"src": array(2)}, r"src must be of dtype int32, got float32"),
         ({"dst": array(2, 1, dtype=jnp.int32)}, r"dst must be a list of block ids, got shape \(2, 1\)"),
         ({"dst": array(3, dtype=jnp.int32)}, r"dst must be of src's length 2, got 3"),

@@ -1,14 +1,18 @@
 """Sizes come from the table of the device's kind, are written down, and never silently misread."""
 
+import functools
 import json
 
+import jax
 import pytest
 
 from pallas_kernels import choices, compat, tuning
 from pallas_kernels._mosaic_tpu import SIZES, Sizes
 from pallas_kernels._triton_attention import Tiling
+from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.targets import TARGETS
 
+TILING = Tiling(16, 32, 4, 3)
 NAME = "paged_decode/d128_kv8_g4_b16_bf16"
 
 
@@ -37,9 +41,67 @@ def test_an_entry_changes_the_fields_that_it_names_and_no_others(table):
 def test_an_entry_with_an_unknown_field_is_an_error_that_names_the_file(table):
     table("TPU v6 lite", **{NAME: {"logit": 7}})
     with pytest.raises(
-        ValueError, match=r"sizes of paged_decode/.* must be of \['fetch_bytes', .*got \['logit'\] \(tpu_v6_lite.json\)"
+        tuning.SizesError,
+        match=r"sizes of paged_decode/.* must be of \['fetch_bytes', .*got \['logit'\] \(tpu_v6_lite.json\)",
     ):
         tuning.choose(NAME, SIZES, "TPU v6 lite")
+
+
+@pytest.mark.parametrize(
+    ("default", "sizes", "words"),
+    [
+        (SIZES, {"logits": "7"}, "logits must be a positive integer, got '7'"),
+        (SIZES, {"logits": -7}, "logits must be a positive integer, got -7"),
+        (SIZES, {"logits": 0}, "logits must be a positive integer, got 0"),
+        (SIZES, {"logits": 7.0}, "logits must be a positive integer, got 7.0"),
+        (SIZES, {"logits": True}, "logits must be a positive integer, got True"),
+        (SIZES, {"logits": None}, "logits must be a positive integer, got None"),
+        (SIZES, {"q_tile": 100}, "q_tile must be a power of two of at least 1, got 100"),
+        (TILING, {"num_warps": 7}, "num_warps must be a power of two of at least 1, got 7"),
+        (TILING, {"rows": 48}, "rows must be a power of two of at least 16, got 48"),
+        (TILING, {"rows": 8}, "rows must be a power of two of at least 16, got 8"),
+        (TILING, {"kv_tile": 48}, "kv_tile must be a power of two of at least 16, got 48"),
+        (TILING, {"split_size": 0}, "split_size must be a positive integer, got 0"),
+    ],
+)
+def test_a_value_that_no_kernel_can_have_is_an_error_that_names_the_file(table, default, sizes, words):
+    table("TPU v6 lite", **{NAME: sizes})
+    with pytest.raises(tuning.SizesError) as raised:
+        tuning.choose(NAME, default, "TPU v6 lite")
+    assert str(raised.value) == f"sizes of {NAME} (tpu_v6_lite.json): {words}"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"device_kind": "TPU v6 lite", "entr', "be a table of sizes: JSONDecodeError"),
+        ("", "be a table of sizes: JSONDecodeError"),
+        ("[]", "be a table of sizes: TypeError"),
+        ('{"device_kind": "TPU v6 lite"}', "be a table of sizes: KeyError: 'entries'"),
+        ('{"device_kind": "TPU v6 lite", "entries": {"other": {}}}', "be a table of sizes: KeyError: 'sizes'"),
+        ('{"device_kind": "TPU v6 lite", "entries": {"other": {"sizes": [7]}}}', r"got something else for \['other'\]"),
+        ('{"device_kind": "TPU v5", "entries": {}}', "be the table of the device in its name, got 'TPU v5'"),
+        ('{"device_kind": 6, "entries": {}}', "be the table of the device in its name, got 6"),
+    ],
+)
+def test_a_damaged_table_is_an_error_that_names_it(table, text, words):
+    table("TPU v6 lite")
+    tuning.table_path("TPU v6 lite").write_text(text)
+    with pytest.raises(tuning.SizesError, match=f"tpu_v6_lite.json must .*{words}"):
+        tuning.choose(NAME, SIZES, "TPU v6 lite")
+
+
+@pytest.mark.parametrize("kind", ["decode", "prefill"])
+@pytest.mark.parametrize("sizes", [{"rows": 16}, {"kv_tile": 48}])
+def test_a_table_that_is_wrong_does_not_send_the_call_to_a_slower_backend(table, kind, sizes):
+    q, stored = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((8, 32, 64), (4, 16, 1, 64)))
+    lengths = [jax.ShapeDtypeStruct(shape, "int32") for shape in ((2, 2), (2,), (3,))]
+    table("NVIDIA H200", **{f"paged_{kind}/d64_kv1_g32_b16_bf16": sizes})
+    with (
+        compat.absent_device("NVIDIA H200", 132, "gpu"),
+        pytest.raises(tuning.SizesError, match=f"of paged_{kind}/d64_kv1_g32_b16_bf16"),
+    ):
+        jax.eval_shape(functools.partial(paged_attention, backend=("triton", "xla")), q, stored, stored, *lengths)
 
 
 def test_a_candidate_goes_before_the_table(table):
@@ -70,7 +132,7 @@ def test_every_table_that_comes_with_the_package_is_of_a_known_device_and_known_
     for path in tuning.TABLES.glob("*.json"):
         content = json.loads(path.read_text())
         assert path == tuning.table_path(content["device_kind"])
-        default = SIZES if kinds[content["device_kind"]] == "tpu" else Tiling(16, 32, 4, 3)
+        default = SIZES if kinds[content["device_kind"]] == "tpu" else TILING
         for name, entry in content["entries"].items():
             assert entry["how"] in ("measured", "modelled")
             assert entry["value"] < entry["default"]
