@@ -67,6 +67,7 @@ def contiguous_attention(
       window: positions that a query sees, its own included; all if None. Static under jit.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, if given. Static under jit.
       sinks: a logit for each query head that takes part in every softmax of its head and contributes no value.
+        -inf is none; a finite one must lie within 2e38.
       return_lse: also return the logarithms of the softmax denominators. Static under jit.
       max_q_len: most queries that one sequence has, 1 for a decode batch; `tokens` if None. Static under jit.
       backend: None for what suits the platform, a backend's name, or names to try in turn. Static under jit.

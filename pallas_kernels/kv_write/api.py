@@ -29,7 +29,7 @@ class Written(NamedTuple):
     v: Num[Array, "slots kv_heads head_dim"]
     k_scale: Float32[Array, "..."] | None  # as given, or with the scales of the tokens that were stored
     v_scale: Float32[Array, "..."] | None
-    clipped: Int32[Array, ""]  # values of stored tokens that lost more than rounding
+    clipped: Int32[Array, ""]  # values of stored tokens past the largest of the pool, if by one rounding alone
     dropped: Int32[Array, ""]  # tokens that were not stored and are not padding
 
 

@@ -12,7 +12,7 @@ class Quantised(NamedTuple):
 
     stored: Num[Array, "tokens kv_heads head_dim"]  # of the pool's dtype
     scale: Float32[Array, "tokens kv_heads"] | None  # to be stored beside them, or None where it was given
-    clipped: Int32[Array, " tokens"]  # values of each token that lost more than rounding
+    clipped: Int32[Array, " tokens"]  # values of each token past the largest that is stored, if by one rounding
 
 
 def largest(dtype: jnp.dtype) -> float:
