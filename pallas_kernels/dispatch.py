@@ -55,11 +55,11 @@ def dispatch(
     """
     if backend is None:
         backend = preferred(backends)
-    elif backend == INTERPRET:
-        backend = [name for name in _INTERPRETED if name in backends]
-    names = [backend] if isinstance(backend, str) else list(backend)
-    if not names:
+    asked = [backend] if isinstance(backend, str) else list(backend)
+    if not asked:
         raise ValueError(f"{op}: backend must be None, a name or a non-empty list of names of {list(backends)}")
+    interpreters = [name for name in _INTERPRETED if name in backends] or [INTERPRET]
+    names = [name for word in asked for name in (interpreters if word == INTERPRET else [word])]
 
     failures: list[Exception] = []
     for name in names:

@@ -40,8 +40,10 @@ def test_interpret_takes_the_fastest_interpreter_that_can():
     assert dispatch("op", backends, "interpret", 3) == 6
     backends = {"xla": break_down, "mosaic_tpu_interpret": double, "triton_interpret": refuse}
     assert dispatch("op", backends, "interpret", 3) == 6
-    with pytest.raises(ValueError, match=r"op: backend must be None.*\['xla'\]"):
+    assert dispatch("op", backends, ["refuse", "interpret", "xla"], 3) == 6
+    with pytest.raises(NotImplementedError, match=r"op has no backend 'interpret'; it has \['xla'\]"):
         dispatch("op", {"xla": double}, "interpret", 3)
+    assert dispatch("op", {"xla": double}, ["interpret", "xla"], 3) == 6
 
 
 def test_a_list_falls_through_to_the_first_that_can():
