@@ -73,6 +73,8 @@ def dispatch(
             choices.note(op, backend=name)
             return answer
     if len(failures) == 1:
+        on = f"{op}: the backend was {names[0]!r}, on a {jax.default_backend()}"
+        failures[0].add_note(f"{on}; {INTERPRET!r} runs the kernels of absent devices")
         raise failures[0]
     reasons = "; ".join(f"{name}: {failure}" for name, failure in zip(names, failures, strict=True))
     raise NotImplementedError(f"{op}: no backend of {names} can do this call. {reasons}") from ExceptionGroup(

@@ -60,8 +60,11 @@ def test_a_list_in_which_none_can_gives_every_reason():
 
 
 def test_a_single_name_keeps_its_own_error():
-    with pytest.raises(ValueError, match="x is odd"):
+    with pytest.raises(ValueError, match="x is odd") as error:
         dispatch("op", BACKENDS, "refuse", 3)
+    assert error.value.__notes__ == [
+        "op: the backend was 'refuse', on a cpu; 'interpret' runs the kernels of absent devices"
+    ]
 
 
 def test_a_defect_is_not_swallowed():
