@@ -8,6 +8,7 @@ import argparse
 import pathlib
 import sys
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import rich.console
 
@@ -16,6 +17,11 @@ from experiments.errors import UserError
 
 COMPILE_USAGE = "python -m experiments compile {CONFIG.yaml | KERNEL/CASE} [--out FILE.json] [--dotted.key VALUE ...]"
 TUNE_USAGE = "python -m experiments tune CONFIG.yaml [--install] [--out FILE.json] [--dotted.key VALUE ...]"
+HELP = {
+    "compile": "Compiles kernels for devices that are not there, and holds them to limits. --out keeps the results.",
+    "tune": "Finds the sizes that suit kernels on the device that is here, or on the TPU that --target names. "
+    "--install keeps them where kernels look for them, --out keeps every trial.",
+}
 RUN_USAGE = "python -m experiments run CONFIG.yaml [--out_dir runs] [--seed N] [--dotted.key VALUE ...]"
 
 
@@ -55,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     ):
         usage = {"run": RUN_USAGE, "compile": COMPILE_USAGE, "tune": TUNE_USAGE}.get(verb)
         sub = verbs.add_parser(
-            verb, help=words, description=words, usage=usage, allow_abbrev=False, add_help=verb != "run"
+            verb, help=words, description=words, usage=usage, allow_abbrev=False, add_help=verb not in ("run", *HELP)
         )
         if verb == "report":
             sub.add_argument("run_dir", type=pathlib.Path)
@@ -95,6 +101,9 @@ def _dispatch(
         from experiments import compile as compiling
 
         paths, overrides = parse_overrides(rest)
+        if overrides.pop("help", None) is not None:
+            config = compiling.load(paths[0], overrides) if paths else compiling.Config()
+            return _show_keys(COMPILE_USAGE, HELP["compile"], config, console)
         if len(paths) != 1:
             raise UserError(f"compile needs one config or one KERNEL/CASE, got {len(paths)}: {COMPILE_USAGE}")
         return compiling.command(paths[0], overrides, options.out, console)
@@ -102,6 +111,9 @@ def _dispatch(
         from experiments import tune
 
         paths, overrides = parse_overrides(rest)
+        if overrides.pop("help", None) is not None:
+            config = tune.load(pathlib.Path(paths[0]), overrides) if paths else tune.Config()
+            return _show_keys(TUNE_USAGE, HELP["tune"], config, console)
         if len(paths) != 1:
             raise UserError(f"tune needs one config, got {len(paths)}: {TUNE_USAGE}")
         return tune.command(pathlib.Path(paths[0]), overrides, options.install, options.out, console)
@@ -118,6 +130,17 @@ def _dispatch(
     from experiments import doctor
 
     return doctor.run(options.out_dir, console)
+
+
+def _show_keys(usage: str, words: str, config: Any, console: rich.console.Console) -> int:
+    """Says how a verb is called, and lists the keys of its config."""
+    from experiments import config as configs
+    from experiments import results
+
+    print(f"usage: {usage}\n\n{words}")
+    rows = [[f"--{key}", kind, str(value), meaning] for key, kind, value, meaning in configs.describe_fields(config)]
+    results.render([results.Table(["key", "type", "value", "meaning"], rows)], console)
+    return 0
 
 
 def parse_overrides(tokens: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -18,12 +18,12 @@ import rich.console
 
 from experiments import config as configs
 from experiments import files, results
-from experiments.errors import UserError
+from experiments.errors import UserError, what_there_is
 from experiments.progress import Progress
 from pallas_kernels import offline
 from pallas_kernels.targets import TOPOLOGIES
 
-DESCRIPTION = "do the kernels compile for GPUs and TPUs that are not there, and within what limits"
+DESCRIPTION = "Kernels compiled for GPUs and TPUs that need not be there, and held to limits."
 
 METRICS: Mapping[str, Sequence[str]] = {
     "gpu": (
@@ -101,10 +101,13 @@ def resolve(config: Config) -> Config:
             raise ValueError(f"targets must be of {', '.join(TOPOLOGIES)}, got {target!r}")
     if config.jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {config.jobs}")
-    work = jobs(config)
+    known = [f"{kernel}/{case}" for _, kernel, case in jobs(dataclasses.replace(config, cases=("*/*",)))]
     for pattern in config.cases:
-        if not any(fnmatch.fnmatch(f"{kernel}/{case}", pattern) for _, kernel, case in work):
-            raise ValueError(f"cases must match a kernel/case of {', '.join(config.targets)}, got {pattern!r}")
+        if not fnmatch.filter(known, pattern):
+            raise ValueError(
+                f"cases must match a kernel/case of {', '.join(config.targets)}, got {pattern!r}"
+                f"{what_there_is(pattern, known)}"
+            )
     return config
 
 
@@ -197,7 +200,7 @@ def failed_checks(found: results.Results) -> list[str]:
 
 
 def tables(found: results.Results) -> list[results.Table]:
-    """A table for each kind of device, and one of what did not compile."""
+    """A table for each kind of device, one of what its metrics mean, and one of what did not compile."""
     shown = []
     for platform, metrics in METRICS.items():
         rows = {
@@ -209,8 +212,22 @@ def tables(found: results.Results) -> list[results.Table]:
             columns = [results.show([row.get(metric) for row in rows.values()]) for metric in metrics]
             body = [[name, *row] for name, row in zip(rows, zip(*columns, strict=True), strict=True)]
             shown.append(results.Table(["", *metrics], body))
+    explained = [metric for metric in GLOSSARY if any(metric in table.headings for table in shown)]
+    if explained:
+        shown.append(results.Table(["metric", "meaning"], [[metric, GLOSSARY[metric]] for metric in explained]))
     failures = [[name, str(row["status"]), str(row["message"])] for name, row in found.items() if "status" in row]
     return [*shown, *([results.Table(["not compiled", "status", "why"], failures)] if failures else [])]
+
+
+def load(what: str, overrides: Mapping[str, str]) -> Config:
+    """The config of a file, or of a pattern of kernel/case, with overrides.
+
+    Raises:
+      UserError: the file, a key or a value is wrong.
+    """
+    path = pathlib.Path(what)
+    raw = configs.read_yaml(path) if path.suffix in (".yaml", ".yml") else {"cases": [what], "on_demand": True}
+    return configs.decode(Config, configs.override(raw, overrides))
 
 
 def command(what: str, overrides: Mapping[str, str], out: pathlib.Path | None, console: rich.console.Console) -> int:
@@ -230,9 +247,7 @@ def command(what: str, overrides: Mapping[str, str], out: pathlib.Path | None, c
     """
     if out is not None:
         files.require_writable(out)
-    path = pathlib.Path(what)
-    raw = configs.read_yaml(path) if path.suffix in (".yaml", ".yml") else {"cases": [what], "on_demand": True}
-    config = configs.decode(Config, configs.override(raw, overrides))
+    config = load(what, overrides)
     try:
         found = run(resolve(config), None, Progress())
     except ValueError as error:

@@ -21,7 +21,7 @@ import rich.console
 
 from experiments import config as configs
 from experiments import files, results
-from experiments.errors import UserError
+from experiments.errors import UserError, what_there_is
 from experiments.progress import Progress
 from pallas_kernels import offline, tuning
 from pallas_kernels.paged_attention.shapes import AttentionCase
@@ -80,6 +80,15 @@ class Trial(NamedTuple):
     value: float | None
 
 
+def load(path: pathlib.Path, overrides: Mapping[str, str]) -> Config:
+    """The config of a file, with overrides.
+
+    Raises:
+      UserError: the file, a key or a value is wrong.
+    """
+    return configs.decode(Config, configs.override(configs.read_yaml(path), overrides))
+
+
 def command(
     path: pathlib.Path,
     overrides: Mapping[str, str],
@@ -104,7 +113,7 @@ def command(
     """
     if out is not None:
         files.require_writable(out)
-    config = configs.decode(Config, configs.override(configs.read_yaml(path), overrides))
+    config = load(path, overrides)
     try:
         device = describe(config)
         work = cases(config, device)
@@ -128,6 +137,9 @@ def command(
                 keep(device, case.entry_name(kernel), found[name], metric(device))
     unit = metric(device)
     results.render(tables(found, trials, unit), console)
+    better = sum(row.get("sizes", "{}") != "{}" for row in found.values())
+    where = "installed in" if install else "that --install would keep in"
+    print(f"{better} of {len(found)} cases have better sizes {where} {tuning.table_path(device.kind)}", file=sys.stderr)
     failures = [name for name, row in found.items() if row["best"] is None]
     for name in failures:
         print(f"no candidate of {name} ran", file=sys.stderr)
@@ -147,20 +159,24 @@ def describe(config: Config) -> Device:
       ValueError: there is no such target, it is a GPU that is not here, or no device answers.
     """
     if config.target is not None:
-        if config.target not in TOPOLOGIES or TOPOLOGIES[config.target].num_devices > 1:
-            single = [name for name, topology in TOPOLOGIES.items() if topology.num_devices == 1]
-            raise ValueError(f"target must be one of {', '.join(single)}, got {config.target!r}")
-        target = TOPOLOGIES[config.target].target
-        if target.platform != "tpu":
+        if config.target in TOPOLOGIES and TOPOLOGIES[config.target].target.platform != "tpu":
             raise ValueError(
                 f"target must be a TPU or null, got {config.target}: the compiler for GPUs does not say how long a "
                 "kernel takes, so that candidates must be timed on the device itself"
             )
+        if config.target not in tpus():
+            raise ValueError(f"target must be one of {', '.join(tpus())}, got {config.target!r}")
+        target = TOPOLOGIES[config.target].target
         return Device(target.platform, target.device_kind, here=False)
     outcome = offline.run_job("experiments.tune_job:describe_device", {}, environment=_environment(), time_limit_s=120)
     if outcome.status != "ok":
         raise ValueError(f"target must be given, as the device here does not answer: {outcome.message}")
     return Device(outcome.report["platform"], outcome.report["kind"], here=True)
+
+
+def tpus() -> list[str]:
+    """The targets whose compiler says what a kernel costs."""
+    return [name for name, each in TOPOLOGIES.items() if each.target.platform == "tpu" and each.num_devices == 1]
 
 
 def cases(config: Config, device: Device) -> list[tuple[str, AttentionCase]]:
@@ -175,7 +191,8 @@ def cases(config: Config, device: Device) -> list[tuple[str, AttentionCase]]:
         raise ValueError(f"grids must be of decode and prefill, got {unknown}")
     if config.backend is None and device.platform not in BACKENDS:
         raise ValueError(
-            f"target must be given, as kernels are tuned on {' and '.join(BACKENDS)}, and here is a {device.platform}"
+            f"target must be one of {', '.join(tpus())} where there is no GPU or TPU, got null: JAX finds a "
+            f"{device.platform} here. If there is one, install the jax that uses it: jax[cuda13] or jax[tpu]"
         )
     for name in ("jobs", "repeats", "calls"):
         if getattr(config, name) < 1:
@@ -189,9 +206,12 @@ def cases(config: Config, device: Device) -> list[tuple[str, AttentionCase]]:
         for case in offline_cases.KERNELS[kernel].cases
         if device.platform in case.platforms and kernel.endswith(case.kind) and (device.here or case.offline)
     ]
+    names = [f"{kernel}/{case.name}" for kernel, case in known]
     for pattern in config.cases:
-        if not any(fnmatch.fnmatch(f"{kernel}/{case.name}", pattern) for kernel, case in known):
-            raise ValueError(f"cases must match a kernel/case of {device.kind}, got {pattern!r}")
+        if not fnmatch.filter(names, pattern):
+            raise ValueError(
+                f"cases must match a kernel/case of {device.kind}, got {pattern!r}{what_there_is(pattern, names)}"
+            )
     chosen = [
         (kernel, case)
         for kernel, case in known
@@ -303,11 +323,12 @@ def keep(device: Device, name: str, row: Mapping[str, results.Value], unit: str)
 
 
 def tables(
-    found: Mapping[str, Mapping[str, results.Value]], trials: Mapping[str, Sequence[Trial]], unit: str
+    found: Mapping[str, dict[str, results.Value]], trials: Mapping[str, Sequence[Trial]], unit: str
 ) -> list[results.Table]:
     """The best of each case, and what did not run."""
     columns = ("tried", "failed", "default", "best", "gain", "sizes")
-    shown = [results.show([row.get(column) for row in found.values()]) for column in columns]
+    rows = [row | {"sizes": "default"} if row.get("sizes") == "{}" else row for row in found.values()]
+    shown = [results.show([row.get(column) for row in rows]) for column in columns]
     best = results.Table(
         ["", *columns], [[name, *row] for name, row in zip(found, zip(*shown, strict=True), strict=True)], unit
     )

@@ -55,11 +55,11 @@ def dispatch(
     """
     if backend is None:
         backend = preferred(backends)
-    elif backend == INTERPRET:
-        backend = [name for name in _INTERPRETED if name in backends]
-    names = [backend] if isinstance(backend, str) else list(backend)
-    if not names:
+    asked = [backend] if isinstance(backend, str) else list(backend)
+    if not asked:
         raise ValueError(f"{op}: backend must be None, a name or a non-empty list of names of {list(backends)}")
+    interpreters = [name for name in _INTERPRETED if name in backends] or [INTERPRET]
+    names = [name for word in asked for name in (interpreters if word == INTERPRET else [word])]
 
     failures: list[Exception] = []
     for name in names:
@@ -73,6 +73,8 @@ def dispatch(
             choices.note(op, backend=name)
             return answer
     if len(failures) == 1:
+        on = f"{op}: the backend was {names[0]!r}, on a {jax.default_backend()}"
+        failures[0].add_note(f"{on}; {INTERPRET!r} runs the kernels of absent devices")
         raise failures[0]
     reasons = "; ".join(f"{name}: {failure}" for name, failure in zip(names, failures, strict=True))
     raise NotImplementedError(f"{op}: no backend of {names} can do this call. {reasons}") from ExceptionGroup(

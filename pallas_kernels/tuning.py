@@ -8,8 +8,8 @@
          "versions": {"jax": "0.10.2", "libtpu": "0.0.52"}}}}
 
 An entry names the fields that differ from the default, whether it was measured on the device or modelled from the
-compiler's schedule, and what it and the default came to. `python -m experiments run configs/kernel_tune/...` writes
-such entries.
+compiler's schedule, and what it and the default came to. `python -m experiments tune CONFIG.yaml --install` writes
+such entries; without them every kernel has its default.
 """
 
 import contextlib

@@ -52,7 +52,8 @@ def block_copy(
       src: the blocks that are read.
       dst: the blocks that are overwritten.
       block_size: slots in a block.
-      backend: None for what suits the platform, a backend's name, or names to try in turn. Static under jit.
+      backend: None for what suits the platform; `xla`, `triton` (GPU), `mosaic_tpu`, or `interpret` for their kernels
+        on a CPU; or names to try in turn. Static under jit.
 
     Returns:
       The pool.

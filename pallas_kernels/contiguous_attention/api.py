@@ -70,7 +70,8 @@ def contiguous_attention(
         -inf is none; a finite one must lie within 2e38.
       return_lse: also return the logarithms of the softmax denominators. Static under jit.
       max_q_len: most queries that one sequence has, 1 for a decode batch; `tokens` if None. Static under jit.
-      backend: None for what suits the platform, a backend's name, or names to try in turn. Static under jit.
+      backend: None for what suits the platform; `xla`, `triton` (GPU), `mosaic_tpu`, or `interpret` for their kernels
+        on a CPU; or names to try in turn. Static under jit.
 
     Returns:
       The attention output in q's dtype; exactly 0 for tokens of no sequence and of sequences with kv_len 0. With

@@ -70,7 +70,8 @@ def kv_write(
       k_scale: f32 scale of stored keys: [] for the layer and [kv_heads], which are given, or [slots, kv_heads], which
         are written.
       v_scale: that of stored values, of k_scale's shape.
-      backend: None for what suits the platform, a backend's name, or names to try in turn. Static under jit.
+      backend: None for what suits the platform; `xla`, `triton` (GPU), `mosaic_tpu`, or `interpret` for their kernels
+        on a CPU; or names to try in turn. Static under jit.
 
     Returns:
       The pools, the scales, and the counts.

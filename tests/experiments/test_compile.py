@@ -37,8 +37,11 @@ def results_of(capsys):
 def test_a_case_is_compiled_for_every_target_and_kept_to_no_limit(compiler, capsys, tmp_path):
     out = tmp_path / "results.json"
     code = cli.main(["compile", f"*_decode/{DECODE}", "--targets", "[h100, v6e]", "--out", str(out)])
-    summary = results_of(capsys)
+    out_text = capsys.readouterr().out
+    summary = json.loads(out_text.splitlines()[-1])
     assert code == 0
+    for metric, shown in {"spills": 1, "registers": 1, "cycles_over_allowed": 1}.items():
+        assert out_text.count(compile.GLOSSARY[metric]) == shown
     assert summary["status"] == "finished"
     kernels = ("paged_decode", "contiguous_decode", "jax_paged_decode")
     assert summary["results"] == {
@@ -88,6 +91,8 @@ def test_a_compiler_that_is_not_installed_is_named_at_once(compiler, capsys):
     [
         (["paged_decode/d128*", "--targets", "[h1000]"], "targets must be of h100,"),
         (["paged_decode/d127*"], "cases must match a kernel/case of h100, v5e, v6e, tpu7x, got 'paged_decode/d127\\*'"),
+        (["paged_decode/d127*", "--targets", "[v6e]"], f"; the cases of paged_decode are .*{DECODE}, d128_"),
+        (["page_decode/d128*"], "; the kernels are paged_decode, paged_prefill, .*, jax_paged_decode$"),
         (["paged_decode/d128*", "--jobs", "0"], "jobs must be at least 1, got 0"),
     ],
 )
@@ -101,6 +106,13 @@ def test_results_that_could_not_be_written_are_not_computed(compiler, capsys, mo
     out = tmp_path / "none" / "out.json"
     assert cli.main(["compile", f"paged_decode/{DECODE}", "--targets", "[h100]", "--out", str(out)]) == 2
     assert f"cannot write {out}: there is no folder {out.parent}" in capsys.readouterr().err
+
+
+def test_help_needs_no_config(capsys):
+    assert cli.main(["compile", "--help"]) == 0
+    out = capsys.readouterr().out
+    assert f"usage: {cli.COMPILE_USAGE}" in out
+    assert "--targets" in out
 
 
 def test_compile_needs_one_config(capsys):
