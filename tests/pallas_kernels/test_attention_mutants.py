@@ -15,7 +15,7 @@ from pallas_kernels.paged_attention import reference
 from pallas_kernels.paged_attention.shapes import CASES
 from tests.pallas_kernels.attention_oracle import assert_matches, make_problem
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.soak
 
 CASE = {case.name: case for case in CASES}
 DECODE = CASE["decode_d64_kv2_g4_b16_f32"]
