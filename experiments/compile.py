@@ -18,7 +18,7 @@ import rich.console
 
 from experiments import config as configs
 from experiments import files, results
-from experiments.errors import UserError, what_there_is
+from experiments.errors import UserError, require_matches
 from experiments.progress import Progress
 from pallas_kernels import offline
 from pallas_kernels.targets import TOPOLOGIES
@@ -102,12 +102,7 @@ def resolve(config: Config) -> Config:
     if config.jobs < 1:
         raise ValueError(f"jobs must be at least 1, got {config.jobs}")
     known = [f"{kernel}/{case}" for _, kernel, case in jobs(dataclasses.replace(config, cases=("*/*",)))]
-    for pattern in config.cases:
-        if not fnmatch.filter(known, pattern):
-            raise ValueError(
-                f"cases must match a kernel/case of {', '.join(config.targets)}, got {pattern!r}"
-                f"{what_there_is(pattern, known)}"
-            )
+    require_matches(config.cases, known, ", ".join(config.targets))
     return config
 
 

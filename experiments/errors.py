@@ -15,10 +15,22 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     return f" (did you mean {nearest[0]!r}?)" if nearest else ""
 
 
-def what_there_is(pattern: str, known: Collection[str]) -> str:
-    """What a pattern of kernel/case that matches nothing might have meant: the cases of its kernel, or the kernels."""
-    wanted = pattern.partition("/")[0]
-    cases = dict.fromkeys(name.partition("/")[2] for name in known if fnmatch.fnmatch(name, f"{wanted}/*"))
-    if cases:
-        return f"; the cases of {wanted} are {', '.join(cases)}"
-    return f"; the kernels are {', '.join(dict.fromkeys(name.partition('/')[0] for name in known))}"
+def require_matches(patterns: Iterable[str], known: Collection[str], where: str) -> None:
+    """Refuses patterns of kernel/case that match nothing, with the cases of the kernel that is meant, or the kernels.
+
+    Args:
+      patterns: as a config gives them under `cases`.
+      known: every kernel/case there is.
+      where: the devices that these are for.
+
+    Raises:
+      ValueError: a pattern matches none.
+    """
+    for pattern in patterns:
+        if fnmatch.filter(known, pattern):
+            continue
+        wanted = pattern.partition("/")[0]
+        cases = dict.fromkeys(name.partition("/")[2] for name in fnmatch.filter(known, f"{wanted}/*"))
+        kernels = dict.fromkeys(name.partition("/")[0] for name in known)
+        there_is = f"the cases of {wanted} are {', '.join(cases)}" if cases else f"the kernels are {', '.join(kernels)}"
+        raise ValueError(f"cases must match a kernel/case of {where}, got {pattern!r}; {there_is}")

@@ -21,7 +21,7 @@ import rich.console
 
 from experiments import config as configs
 from experiments import files, results
-from experiments.errors import UserError, what_there_is
+from experiments.errors import UserError, require_matches
 from experiments.progress import Progress
 from pallas_kernels import offline, tuning
 from pallas_kernels.paged_attention.shapes import AttentionCase
@@ -206,12 +206,7 @@ def cases(config: Config, device: Device) -> list[tuple[str, AttentionCase]]:
         for case in offline_cases.KERNELS[kernel].cases
         if device.platform in case.platforms and kernel.endswith(case.kind) and (device.here or case.offline)
     ]
-    names = [f"{kernel}/{case.name}" for kernel, case in known]
-    for pattern in config.cases:
-        if not fnmatch.filter(names, pattern):
-            raise ValueError(
-                f"cases must match a kernel/case of {device.kind}, got {pattern!r}{what_there_is(pattern, names)}"
-            )
+    require_matches(config.cases, [f"{kernel}/{case.name}" for kernel, case in known], device.kind)
     chosen = [
         (kernel, case)
         for kernel, case in known

@@ -148,10 +148,10 @@ def inner_loop(kernel: str, case: AttentionCase | WriteCase | CopyCase, target: 
         return {"kernel": "paged_attention"}
     if not isinstance(case, AttentionCase):
         return {"kernel": kernel}
-    kv_heads, itemsize = case.kv_heads // TOPOLOGIES[target].num_devices, jnp.dtype(case.kv_dtype).itemsize
+    topology = TOPOLOGIES[target]
+    kv_heads, itemsize = case.kv_heads // topology.num_devices, jnp.dtype(case.kv_dtype).itemsize
     paged, prefill = kernel.startswith("paged"), kernel.endswith("prefill")
     capacity = case.blocks_per_seq * case.block_size * (1 if paged else case.seqs)
-    topology = TOPOLOGIES[target]
     name = case.entry_name(kernel, topology.num_devices)
     sizes = tuning.choose(name, SIZES, topology.target.device_kind)
     head_dim = -(-case.head_dim // LANES) * LANES
