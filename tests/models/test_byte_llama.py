@@ -43,11 +43,11 @@ def test_the_recorded_loss_clearly_beats_the_recorded_trigram():
 
 def test_the_record_is_of_the_committed_config(decode_and_params):
     config = draccus.parse(TrainConfig, config_path=ROOT / "configs" / "train" / "byte_llama.yaml", args=[])
-    recipe = dataclasses.asdict(config)
+    recipe = dataclasses.asdict(config) | {"model": config.model.as_dict()}
     record = load_record(BYTE_LLAMA)
     assert json.loads(json.dumps(recipe)) == record["config"] | {"out_dir": recipe["out_dir"], "overwrite": False}
     assert ROOT / config.out_dir == BYTE_LLAMA
-    assert dataclasses.asdict(load_checkpoint(BYTE_LLAMA).config) == record["config"]["model"]
+    assert load_checkpoint(BYTE_LLAMA).config.as_dict() == record["config"]["model"]
     assert record["parameters"] == sum(x.size for x in jax.tree.leaves(decode_and_params[1])) == 820_352
     assert record["config"]["model"]["q_heads"] >= 2 * record["config"]["model"]["kv_heads"]
 
