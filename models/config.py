@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Literal, Self, get_args
+from typing import Any, Literal, get_args
 
 Activation = Literal["silu", "gelu_tanh"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -121,7 +121,7 @@ class DecoderConfig:
         }
 
     @classmethod
-    def of_dict(cls, described: Mapping[str, Any]) -> Self:
+    def of_dict(cls, described: Mapping[str, Any]) -> "DecoderConfig":
         """The config that `as_dict` described.
 
         Raises:
