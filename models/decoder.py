@@ -10,6 +10,7 @@ shorter format, too coarse to compare the greedy tokens of two memories.
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +19,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int32, PyTree
 
 from models.config import DecoderConfig
-from paxkv.kv_cache import Attend, KVCache
+from paxkv.kv_cache import Attend, AttentionSpec, KVCache, LayerAttend, LayerCache, attend_layer, no_cache
 
 # The weights of a model, as `nnx.split` gives them.
 Params = PyTree[Float[Array, "..."]]
 
 PRECISION = jax.lax.Precision.HIGHEST
-
-# For an `attend` that keeps nothing.
-NO_CACHE = KVCache(k=(), v=())
 
 
 def rope(
@@ -60,28 +58,27 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query self-attention; what is kept of earlier tokens, and where, is `attend`'s business."""
 
-    def __init__(self, config: DecoderConfig, layer: int, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         d, n, m, h = config.width, config.q_heads, config.kv_heads, config.head_dim
         self.q_proj = _weight(rngs, (d, n, h), fan_in=d)
         self.k_proj = _weight(rngs, (d, m, h), fan_in=d)
         self.v_proj = _weight(rngs, (d, m, h), fan_in=d)
         self.o_proj = _weight(rngs, (n, h, d), fan_in=n * h * 2 * config.layers)
         self.rope_theta = config.rope_theta
-        self.layer = layer
 
     def __call__(
         self,
         x: Float[Array, "tokens width"],
         positions: Int32[Array, " tokens"],
-        cache: KVCache,
-        attend: Attend,
-    ) -> tuple[Float[Array, "tokens width"], KVCache]:
+        attend: LayerAttend,
+        cache: LayerCache | None,
+    ) -> tuple[Float[Array, "tokens width"], LayerCache | None]:
         """Keys are stored after RoPE, so a stored key never has to be turned again."""
         q = jnp.einsum("td,dnh->tnh", x, self.q_proj[...], precision=PRECISION)
         k = jnp.einsum("td,dmh->tmh", x, self.k_proj[...], precision=PRECISION)
         v = jnp.einsum("td,dmh->tmh", x, self.v_proj[...], precision=PRECISION)
         q, k = rope(q, positions, self.rope_theta), rope(k, positions, self.rope_theta)
-        out, cache = attend(self.layer, q, k, v, cache)
+        out, cache = attend(q, k, v, cache, AttentionSpec())
         return jnp.einsum("tnh,nhd->td", out, self.o_proj[...], precision=PRECISION), cache
 
 
@@ -103,9 +100,9 @@ class SwiGLU(nnx.Module):
 class Layer(nnx.Module):
     """Attention and feed-forward, each behind a norm and beside a residual."""
 
-    def __init__(self, config: DecoderConfig, layer: int, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.attention_norm = RMSNorm(config.width, config.norm_eps)
-        self.attention = Attention(config, layer, rngs=rngs)
+        self.attention = Attention(config, rngs=rngs)
         self.ffn_norm = RMSNorm(config.width, config.norm_eps)
         self.ffn = SwiGLU(config, rngs=rngs)
 
@@ -113,11 +110,11 @@ class Layer(nnx.Module):
         self,
         x: Float[Array, "tokens width"],
         positions: Int32[Array, " tokens"],
-        cache: KVCache,
-        attend: Attend,
-    ) -> tuple[Float[Array, "tokens width"], KVCache]:
+        attend: LayerAttend,
+        cache: LayerCache | None,
+    ) -> tuple[Float[Array, "tokens width"], LayerCache | None]:
         """One layer of the residual stream."""
-        attended, cache = self.attention(self.attention_norm(x), positions, cache, attend)
+        attended, cache = self.attention(self.attention_norm(x), positions, attend, cache)
         x = x + attended
         return x + self.ffn(self.ffn_norm(x)), cache
 
@@ -127,7 +124,7 @@ class Decoder(nnx.Module):
 
     def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
         self.embedding = _weight(rngs, (config.vocab, config.width), fan_in=_EMBEDDING_FAN_IN)
-        self.layers = nnx.List([Layer(config, i, rngs=rngs) for i in range(config.layers)])
+        self.layers = nnx.List([Layer(config, rngs=rngs) for _ in range(config.layers)])
         self.norm = RMSNorm(config.width, config.norm_eps)
         if not config.tied_embeddings:
             self.output = _weight(rngs, (config.vocab, config.width), fan_in=config.width)
@@ -152,8 +149,8 @@ class Decoder(nnx.Module):
         """
         embedding = self.embedding[...]
         x = _take_rows(embedding, tokens, fill=jnp.nan)
-        for layer in self.layers:
-            x, cache = layer(x, positions, cache, attend)
+        for i, layer in enumerate(self.layers):
+            x, cache = attend_layer(attend, i, cache, functools.partial(layer, x, positions))
         # Most of a prefill chunk needs no logits: pick first, project after.
         x = self.norm(_take_rows(x, select, fill=0.0))
         output = embedding if self.config.tied_embeddings else self.output[...]
@@ -196,20 +193,25 @@ def make_decode(model: Decoder) -> tuple[Decode, Params]:
     return Decode(model.config), nnx.as_pure(nnx.state(model))
 
 
+@jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class DenseAttend:
     """An `Attend` without a cache: the tokens are `batch` sequences of equal length, one after the other."""
 
     batch: int
 
+    def of_layer(self, layer: int) -> tuple["DenseAttend", int]:
+        """All layers do the same."""
+        return self, layer
+
     def __call__(
         self,
-        layer: int,
         q: Float[Array, "tokens q_heads head_dim"],
         k: Float[Array, "tokens kv_heads head_dim"],
         v: Float[Array, "tokens kv_heads head_dim"],
-        cache: KVCache,
-    ) -> tuple[Float[Array, "tokens q_heads head_dim"], KVCache]:
+        cache: LayerCache | None,
+        spec: AttentionSpec,
+    ) -> tuple[Float[Array, "tokens q_heads head_dim"], LayerCache | None]:
         """Causal attention within each sequence; the cache passes through untouched."""
         by_sequence = [x.reshape(self.batch, -1, *x.shape[1:]) for x in (q, k, v)]
         with jax.default_matmul_precision("highest"):
@@ -224,7 +226,8 @@ def forward(
     batch, context = tokens.shape
     positions = jnp.tile(jnp.arange(context, dtype=jnp.int32), batch)
     select = jnp.arange(batch * context, dtype=jnp.int32)
-    logits, _ = decode(params, tokens.reshape(-1), positions, select, NO_CACHE, DenseAttend(batch))
+    cache = no_cache(decode.config.layers)
+    logits, _ = decode(params, tokens.reshape(-1), positions, select, cache, DenseAttend(batch))
     return logits.reshape(batch, context, -1)
 
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from pallas_kernels.contiguous_attention import contiguous_attention
+from paxkv.kv_cache import AttentionSpec, KVPool, attend_ranges
 from paxkv.memory import Ask, MapCalls, SharesNothing, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.outcomes import Outcome, select_outcome
 from paxkv.seqs import Seqs, advance, check_append, init_seqs, occupy, vacate
@@ -185,17 +185,16 @@ class VAttention(SharesNothing):
         self,
         state: VAttentionState,
         q: Float[Array, "tokens q_heads head_dim"],
-        k: Float[Array, "slots kv_heads head_dim"],
-        v: Float[Array, "slots kv_heads head_dim"],
+        k: KVPool,
+        v: KVPool,
         cu_q_lens: Int32[Array, " rows_and_one"],
+        spec: AttentionSpec,
         *,
         max_q_len: int,
         backend: str | Sequence[str] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
         starts = jnp.arange(self.rows, dtype=jnp.int32) * self.max_len
-        return contiguous_attention(
-            q, k, v, starts, state.seqs.lengths, cu_q_lens, max_q_len=max_q_len, backend=backend
-        )
+        return attend_ranges(q, k, v, starts, state.seqs.lengths, cu_q_lens, spec, max_q_len=max_q_len, backend=backend)
 
     def usage(self, state: VAttentionState, final_lengths: Int32[Array, " rows"]) -> Usage:
         return usage_of_rows(self.capacity, state.seqs, *self.request_slots(state), final_lengths)

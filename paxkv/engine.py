@@ -8,7 +8,6 @@ the batch, so it is compiled once; a scan over it runs a whole dispatch on the d
 
 import dataclasses
 import typing
-from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 import jax
@@ -16,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from pallas_kernels.kv_write import kv_write
+from paxkv.attend import MemoryAttend
 from paxkv.beams import choose_beams
 from paxkv.control_flow import run_if
 from paxkv.cost_model import StepCost, step_ticks
-from paxkv.kv_cache import Attend, KVCache, copy_blocks_between, fill_blocks
+from paxkv.kv_cache import Attend, KVCache, copy_blocks_between, fill_blocks, with_blocks
 from paxkv.memory import KVMemory, Usage
 from paxkv.paged import Paged
 from paxkv.ragged import ragged, tokens_of
@@ -142,7 +141,7 @@ def init_engine(engine: Engine, requests: Requests, cache: KVCache) -> EngineSta
     Raises:
       ValueError: if `cache` has another number of slots than the memory hands out.
     """
-    slots = cache.k[0].shape[0]
+    slots = cache.num_slots
     if slots != engine.memory.num_slots:
         raise ValueError(
             f"cache: expected {engine.memory.num_slots} slots, which is what the memory hands out, got {slots}"
@@ -258,8 +257,7 @@ def _host_cache(engine: Engine, cache: KVCache) -> KVCache | None:
         )
     if not engine.policy.swaps(memory):
         return None
-    slots = memory.host_blocks * (memory.num_slots // memory.num_units)
-    return jax.tree.map(lambda layer: jnp.zeros((slots, *layer.shape[1:]), layer.dtype), cache)
+    return with_blocks(cache, memory.host_blocks, memory.num_slots // memory.num_units)
 
 
 def _swap(
@@ -306,22 +304,7 @@ def _forward(
         tokens = tokens_of(transcripts, scheduled.row_request, batch)
         slots = memory.slots(scheduled.memory, batch.row, batch.position)
 
-        def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, cache: KVCache) -> tuple[jax.Array, KVCache]:
-            k_slots, v_slots, *_ = kv_write(cache.k[layer], cache.v[layer], k, v, slots, backend=engine.backend)
-            out = memory.attend(
-                scheduled.memory,
-                q,
-                k_slots,
-                v_slots,
-                batch.cu_lens,
-                max_q_len=max_q_len,
-                backend=engine.backend,
-            )
-            return out, KVCache(
-                k=_replace(cache.k, layer, k_slots),
-                v=_replace(cache.v, layer, v_slots),
-            )
-
+        attend = MemoryAttend(scheduled.memory, slots, batch.cu_lens, memory, max_q_len, engine.backend)
         last = jnp.where(plan.samples, batch.cu_lens[1:] - 1, num_tokens)
         logits, cache = engine.decode(params, tokens, batch.position, last, cache, attend)
         return cache, logits
@@ -388,10 +371,6 @@ def _book(
         ticks=outputs.ticks.at[at, place].set(now, mode="drop"),
         margins=outputs.margins.at[at, place].set(margins, mode="drop"),
     )
-
-
-def _replace(arrays: Sequence[jax.Array], at: int, array: jax.Array) -> tuple[jax.Array, ...]:
-    return (*arrays[:at], array, *arrays[at + 1 :])
 
 
 def all_ended(state: EngineState) -> bool:

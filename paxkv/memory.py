@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
-from paxkv.kv_cache import KVCache
+from paxkv.kv_cache import AttentionSpec, KVCache, KVPool
 from paxkv.seqs import Seqs
 from paxkv.swap_state import Moves
 
@@ -274,9 +274,10 @@ class KVMemory(Protocol[State]):
         self,
         state: State,
         q: Float[Array, "tokens q_heads head_dim"],
-        k: Float[Array, "slots kv_heads head_dim"],
-        v: Float[Array, "slots kv_heads head_dim"],
+        k: KVPool,
+        v: KVPool,
         cu_q_lens: Int32[Array, " rows_and_one"],
+        spec: AttentionSpec,
         *,
         max_q_len: int,
         backend: str | Sequence[str] | None = None,

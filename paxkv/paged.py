@@ -17,7 +17,7 @@ from paxkv.block_pool import BlockPool, give_back, init_block_pool, mark_kept, m
 from paxkv.block_tables import BlockTable, blocks_for
 from paxkv.cache_stats import no_stats
 from paxkv.control_flow import run_if
-from paxkv.kv_cache import KVCache, copy_blocks
+from paxkv.kv_cache import AttentionSpec, KVCache, KVPool, copy_blocks
 from paxkv.memory import Ask, Content, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.outcomes import Outcome, record, select_outcome
 from paxkv.paged_state import PagedState, required
@@ -432,23 +432,27 @@ class Paged:
         self,
         state: PagedState,
         q: Float[Array, "tokens q_heads head_dim"],
-        k: Float[Array, "slots kv_heads head_dim"],
-        v: Float[Array, "slots kv_heads head_dim"],
+        k: KVPool,
+        v: KVPool,
         cu_q_lens: Int32[Array, " rows_and_one"],
+        spec: AttentionSpec,
         *,
         max_q_len: int,
         backend: str | Sequence[str] | None = None,
     ) -> Float[Array, "tokens q_heads head_dim"]:
-        in_blocks = (self.num_blocks, self.block_size, *k.shape[1:])
+        in_blocks = (self.num_blocks, self.block_size)
         return paged_attention(
             q,
-            k.reshape(in_blocks),
-            v.reshape(in_blocks),
+            k.data.reshape(*in_blocks, *k.data.shape[1:]),
+            v.data.reshape(*in_blocks, *v.data.shape[1:]),
             state.tables[0].ids,
             state.seqs.lengths,
             cu_q_lens,
+            k_scale=k.scales_in(in_blocks),
+            v_scale=v.scales_in(in_blocks),
             max_q_len=max_q_len,
             backend=backend,
+            **dataclasses.asdict(spec),
         )
 
     def usage(self, state: PagedState, final_lengths: Int32[Array, " rows"]) -> Usage:

@@ -10,8 +10,8 @@ import pytest
 from flax import nnx
 
 from models.config import DecoderConfig
-from models.decoder import NO_CACHE, Decoder, DenseAttend, forward, make_decode, rope
-from paxkv.kv_cache import KVCache
+from models.decoder import Decoder, DenseAttend, forward, make_decode, rope
+from paxkv.kv_cache import AttentionSpec, KVCache, KVPool, LayerCache, no_cache
 
 # Three query heads to a KV head, and sizes that all differ, so that no two axes can be confused.
 CONFIG = DecoderConfig(vocab=19, width=20, layers=2, q_heads=6, kv_heads=2, head_dim=8, ffn=28, rope_theta=100.0)
@@ -63,12 +63,21 @@ def reference_logits(model: Decoder, tokens: np.ndarray, positions: np.ndarray) 
     return norm(x, model.norm) @ weight(output).T
 
 
-def rows_attend(seq_ids, positions, max_len):
+@dataclasses.dataclass(frozen=True)
+class RowsAttend:
     """An `Attend` over `[seqs * max_len]` slots: token t belongs to sequence seq_ids[t]. Unused slots may be NaN."""
 
-    def attend(layer, q, k, v, cache):
+    seq_ids: jax.Array
+    positions: jax.Array
+    max_len: int
+
+    def of_layer(self, layer):
+        return self, layer
+
+    def __call__(self, q, k, v, cache, spec):
+        seq_ids, positions, max_len = self.seq_ids, self.positions, self.max_len
         slots = seq_ids * max_len + positions
-        new_k, new_v = cache.k[layer].at[slots].set(k), cache.v[layer].at[slots].set(v)
+        new_k, new_v = cache.k.data.at[slots].set(k), cache.v.data.at[slots].set(v)
         group = q.shape[1] // k.shape[1]
         rows = (seq_ids * max_len)[:, None] + jnp.arange(max_len)[None, :]
         seen = (jnp.arange(max_len)[None, :] <= positions[:, None])[:, :, None]
@@ -76,25 +85,17 @@ def rows_attend(seq_ids, positions, max_len):
         values = jnp.where(seen[..., None], jnp.repeat(new_v[rows], group, axis=2), 0)
         scores = jnp.where(seen, jnp.einsum("tnh,tsnh->tsn", q, keys) / q.shape[-1] ** 0.5, -jnp.inf)
         out = jnp.einsum("tsn,tsnh->tnh", jax.nn.softmax(scores, axis=1), values)
-        layers = range(len(cache.k))
-        return out, KVCache(
-            k=tuple(new_k if i == layer else cache.k[i] for i in layers),
-            v=tuple(new_v if i == layer else cache.v[i] for i in layers),
-        )
-
-    return attend
+        return out, LayerCache(KVPool(new_k), KVPool(new_v), cache.clipped)
 
 
 def empty_cache(config: DecoderConfig, slots: int) -> KVCache:
-    poison = tuple(
-        jnp.full((slots, config.kv_heads, config.head_dim), jnp.nan, jnp.float32) for _ in range(config.layers)
-    )
-    return KVCache(k=poison, v=poison)
+    poison = KVPool(jnp.full((slots, config.kv_heads, config.head_dim), jnp.nan, jnp.float32))
+    return KVCache((LayerCache(poison, poison, jnp.int32(0)),) * config.layers)
 
 
 @jax.jit(static_argnames=("decode", "max_len"))
 def decode_rows(decode, params, tokens, seq_ids, positions, select, cache, max_len):
-    return decode(params, tokens, positions, select, cache, rows_attend(seq_ids, positions, max_len))
+    return decode(params, tokens, positions, select, cache, RowsAttend(seq_ids, positions, max_len))
 
 
 def run(model, tokens, seq_ids, positions, cache, max_len, select=None):
@@ -114,7 +115,7 @@ def run_dense(model, tokens):
 
 @jax.jit(static_argnames=("decode",))
 def decode_one(decode, params, tokens, positions, select):
-    return decode(params, tokens, positions, select, NO_CACHE, DenseAttend(batch=1))[0]
+    return decode(params, tokens, positions, select, no_cache(decode.config.layers), DenseAttend(batch=1))[0]
 
 
 def run_at(model, tokens, positions):
@@ -163,9 +164,9 @@ def test_consecutive_query_heads_share_a_kv_head():
     # Values are the number of their KV head, so the output names the head that was read.
     q = jnp.ones((4, 6, 8))
     v = jnp.broadcast_to(jnp.array([1.0, 2.0])[None, :, None], (4, 2, 8))
-    out, cache = DenseAttend(batch=1)(0, q, jnp.ones((4, 2, 8)), v, NO_CACHE)
+    out, cache = DenseAttend(batch=1)(q, jnp.ones((4, 2, 8)), v, None, AttentionSpec())
     np.testing.assert_allclose(out, np.broadcast_to(np.array([1, 1, 1, 2, 2, 2])[None, :, None], (4, 6, 8)))
-    assert cache is NO_CACHE
+    assert cache is None
 
 
 def test_step_by_step_decoding_equals_one_pass():

@@ -8,6 +8,8 @@ float64 and without any cache is `reference_logits`.
 import jax.numpy as jnp
 import numpy as np
 
+from paxkv.kv_cache import AttentionSpec, attend_layer
+
 VOCAB, Q_HEADS, KV_HEADS, HEAD_DIM = 17, 2, 1, 4
 WIDTH = (Q_HEADS + 2 * KV_HEADS) * HEAD_DIM
 
@@ -41,7 +43,9 @@ def decode(params, tokens, positions, select, cache, attend):
         x += table["position"].at[positions].get(mode="fill", fill_value=jnp.nan)
         x += jnp.dot(below, table["below"], precision="highest")
         q, k, v = jnp.split(x.reshape(len(tokens), -1, HEAD_DIM), [Q_HEADS, Q_HEADS + KV_HEADS], axis=1)
-        below, cache = attend(layer, q, k, v, cache)
+        below, cache = attend_layer(
+            attend, layer, cache, lambda of_layer, kept, q=q, k=k, v=v: of_layer(q, k, v, kept, AttentionSpec())
+        )
         below = below.reshape(len(tokens), -1)
     chosen = below.at[select].get(mode="fill", fill_value=0)
     return jnp.dot(chosen, params[-1]["out"], precision="highest"), cache

@@ -11,12 +11,12 @@ import pytest
 from paxkv.contiguous import VAttention
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine, EngineState, Outputs, all_ended, init_engine, output_tokens, run_steps
-from paxkv.kv_cache import KVCache
 from paxkv.paged import Paged
 from paxkv.requests import Reason, make_requests
 from paxkv.reserved import Reserved
 from paxkv.scheduler_state import init_scheduler
 from tests.paxkv import fake_model
+from tests.paxkv.oracles.caches import filled_cache
 from tests.paxkv.oracles.lockstep import ORACLES
 from tests.paxkv.scheduler_oracle import Request, SchedulerOracle
 
@@ -54,8 +54,7 @@ def engine_of(name):
 def poisoned_cache(name):
     """Nothing may be read before it was written."""
     shape = (MEMORIES[name].num_slots, fake_model.KV_HEADS, fake_model.HEAD_DIM)
-    layers = range(layers_of(name))
-    return KVCache(*(tuple(jnp.full(shape, jnp.nan) for _ in layers) for _ in range(2)))
+    return filled_cache(layers_of(name), shape, jnp.nan)
 
 
 @functools.cache
@@ -291,8 +290,7 @@ def test_a_step_makes_no_copy_of_the_cache(memory):
     engine = Engine(memory, fake_model.decode, BUDGET)
     requests = workload()
     shape = (memory.num_slots, fake_model.KV_HEADS, fake_model.HEAD_DIM)
-    abstract = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
-    cache = KVCache(k=(abstract(shape),), v=(abstract(shape),))
+    cache = jax.eval_shape(lambda: filled_cache(1, shape, 0))
     small = (len(PROMPTS), max(OUTPUTS))
     outputs = Outputs(
         ticks=jax.ShapeDtypeStruct(small, jnp.int32),

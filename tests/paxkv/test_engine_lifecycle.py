@@ -13,13 +13,13 @@ from paxkv import checks
 from paxkv.contiguous import VAttention
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine, all_ended, init_engine, output_tokens, run_steps
-from paxkv.kv_cache import KVCache
 from paxkv.paged import Paged
 from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import TICK_US, Reason, Status, make_requests
 from paxkv.scheduler import abort
 from paxkv.scheduler_state import Policy
 from tests.paxkv import fake_model, unchecked
+from tests.paxkv.oracles.caches import filled_cache
 from tests.paxkv.oracles.jitted import quickly
 
 MAX_LEN = 24
@@ -43,7 +43,7 @@ def workload():
 
 def start(memory, requests, **options):
     shape = (memory.num_slots, fake_model.KV_HEADS, fake_model.HEAD_DIM)
-    cache = KVCache((jnp.full(shape, 7.0),), (jnp.full(shape, 7.0),))  # somebody else's
+    cache = filled_cache(1, shape, 7)  # somebody else's
     engine = Engine(memory, fake_model.decode, 8, **options)
     state = init_engine(engine, requests, cache)
     params = fake_model.as_params(tables())
@@ -72,14 +72,14 @@ def test_blocks_of_no_use_hold_nothing_and_tokens_stay_the_same(on_free, preempt
         marks = np.asarray(state.scheduler.memory.pool.marks)
         of_use = (marks[:, 0] < 0) | (marks[:, 2] > 0)
         was_used |= of_use
-        blocks = np.asarray(state.cache.k[0]).reshape(memory.num_blocks, -1)
+        blocks = np.asarray(state.cache.layers[0].k.data).reshape(memory.num_blocks, -1)
         wiped = np.isnan(blocks) if on_free == "poison" else blocks == 0
         assert wiped[was_used & ~of_use].all()
         assert not wiped[of_use].all(axis=1).any()
     assert output_tokens(requests, state) == [expected(i) for i in range(len(LENGTHS))]
     assert (was_used & ~of_use).any()
     if preemption == "swap":
-        assert np.asarray(state.host_cache.k[0]).any()
+        assert np.asarray(state.host_cache.layers[0].k.data).any()
 
 
 @pytest.mark.slow
@@ -121,7 +121,7 @@ def test_a_prefix_cache_serves_requests_that_are_shorter_than_a_block(publish):
     params = fake_model.as_params(fake_model.make_tables(29, 1, 32))
     shape = (memory.num_slots, fake_model.KV_HEADS, fake_model.HEAD_DIM)
     engine = Engine(memory, fake_model.decode, 4)
-    state = init_engine(engine, requests, KVCache((jnp.zeros(shape),), (jnp.zeros(shape),)))
+    state = init_engine(engine, requests, filled_cache(1, shape, 0))
     traced, _ = jax.eval_shape(functools.partial(run_steps, engine, num_steps=1), params, requests, state)
     assert jax.tree.map(jnp.shape, traced) == jax.tree.map(jnp.shape, state)
 

@@ -11,12 +11,12 @@ import pytest
 from paxkv import checks
 from paxkv.contiguous import VAttention
 from paxkv.engine import Engine, all_ended, init_engine, output_tokens, run_steps
-from paxkv.kv_cache import KVCache
 from paxkv.paged import Paged
 from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import Reason, make_requests
 from paxkv.scheduler_state import Policy
 from tests.paxkv import fake_model
+from tests.paxkv.oracles.caches import filled_cache
 from tests.paxkv.oracles.jitted import quickly
 
 MAX_LEN, BUDGET, STEPS = 32, 8, 16
@@ -84,7 +84,7 @@ def serve(name, requests):
     """Runs to the end, over a cache in which nothing may be read before it was written."""
     memory = MEMORIES[name]
     shape = (memory.num_slots, fake_model.KV_HEADS, fake_model.HEAD_DIM)
-    cache = KVCache(*(tuple(jnp.full(shape, jnp.nan) for _ in range(2)) for _ in range(2)))
+    cache = filled_cache(2, shape, jnp.nan)
     engine = Engine(memory, fake_model.decode, BUDGET, policy=POLICIES.get(name, Policy()))
     state = init_engine(engine, requests, cache)
     params = fake_model.as_params(tables())
@@ -211,6 +211,6 @@ def test_samples_without_forks_are_requests_like_others():
 
 def test_beams_need_a_memory_that_can_fork():
     memory = VAttention(4, MAX_LEN, num_groups=14, page_bytes=48, token_bytes=16, buffers=2)
-    cache = KVCache((jnp.zeros((memory.num_slots, 1, 4)),), (jnp.zeros((memory.num_slots, 1, 4)),))
+    cache = filled_cache(1, (memory.num_slots, 1, 4), 0)
     with pytest.raises(ValueError, match="memory: expected one that can fork"):
         init_engine(Engine(memory, fake_model.decode, BUDGET), workload(count=2, samples=2, beams=True), cache)

@@ -13,6 +13,7 @@ import pytest
 
 from paxkv import lifecycle
 from paxkv.contiguous import VAttention
+from paxkv.kv_cache import AttentionSpec, KVPool
 from paxkv.memory import content
 from paxkv.outcomes import Outcome
 from paxkv.paged import Paged
@@ -80,9 +81,10 @@ def test_one_program_serves_all_lengths_and_attention_reads_what_was_written(mem
 
     cu_q_lens = np.concatenate([[0], np.cumsum(new_tokens)])
     q = 4 * rng.normal(size=(cu_q_lens[-1], 4, 8))
-    attend = jax.jit(memory.attend, static_argnames="max_q_len")
-    arrays = [jnp.asarray(array, jnp.float32) for array in (q, k, v)]
-    out = np.asarray(attend(state, *arrays, ints(cu_q_lens), max_q_len=8))
+    attend = jax.jit(memory.attend, static_argnames=("spec", "max_q_len"))
+    pools = [KVPool(jnp.asarray(array)) for array in (k, v)]
+    q = jnp.asarray(q, jnp.float32)
+    out = np.asarray(attend(state, q, *pools, ints(cu_q_lens), spec=AttentionSpec(), max_q_len=8))
     for row, count in enumerate(new_tokens):
         for i in range(count):
             seen = lengths[row] - count + i + 1

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.paged_attention import paged_attention
-from paxkv.kv_cache import KVCache, copy_blocks, copy_blocks_between
+from paxkv.kv_cache import KVCache, KVPool, LayerCache, copy_blocks, copy_blocks_between
 from paxkv.outcomes import Outcome
 from paxkv.paged import Paged
 from paxkv.prefix_cache import PrefixCache
 from tests.paxkv.oracles.block_manager import Prompt
+from tests.paxkv.oracles.caches import keys_and_values
 from tests.paxkv.oracles.jitted import ints
 from tests.paxkv.oracles.swap_server import Server
 
@@ -28,13 +29,22 @@ attend = jax.jit(functools.partial(paged_attention, max_q_len=1, backend="xla"))
 def written(prefix: tuple[int, ...]) -> KVCache:
     """What is stored of a token: numbers that depend on it and on all before it."""
     rng = np.random.default_rng([len(prefix), *prefix])
-    k, v = (tuple(rng.normal(0, 2, shape).astype(np.float32) for shape in SHAPES) for _ in range(2))
-    return KVCache(k=k, v=v)
+    return one_layer(lambda shape: rng.normal(0, 2, shape).astype(np.float32))
 
 
 def nothing_written(slots: int) -> KVCache:
-    """Keys and values of one layer, and as a second one their scales: all NaN."""
-    return KVCache(*(tuple(np.full((slots, *shape), np.nan, np.float32) for shape in SHAPES) for _ in range(2)))
+    """Keys and values of one layer, and their scales: all NaN."""
+    return one_layer(lambda shape: np.full((slots, *shape), np.nan, np.float32))
+
+
+def one_layer(draw) -> KVCache:
+    k, v = (KVPool(draw(SHAPES[0]), scales=draw(SHAPES[1])) for _ in range(2))
+    return KVCache((LayerCache(k, v, np.int32(0)),))
+
+
+def arrays(cache: KVCache) -> list:
+    """All that lies in blocks."""
+    return [array for array in jax.tree.leaves(cache) if array.ndim]
 
 
 class DataServer(Server):
@@ -85,7 +95,7 @@ class DataServer(Server):
 
     @staticmethod
     def pairs(cache: KVCache, token: KVCache) -> list[tuple[np.ndarray, np.ndarray]]:
-        return list(zip(jax.tree.leaves(cache), jax.tree.leaves(token), strict=True))
+        return list(zip(arrays(cache), arrays(token), strict=True))
 
     def move(self, source: KVCache, destination: KVCache, moved: list) -> KVCache:
         padded = moved + [(self.memory.num_slots, self.memory.num_slots)] * (self.memory.host_blocks - len(moved))
@@ -113,7 +123,7 @@ class DataServer(Server):
     def wipe(self) -> None:
         state, size = self.state, self.memory.block_size
         useless = (np.asarray(state.pool.ref_counts) == 0) & (np.asarray(state.contents.records)[:, 0] == 0)
-        for pool in jax.tree.leaves(self.device):
+        for pool in arrays(self.device):
             pool[np.repeat(useless, size)] = np.nan
 
     def require_data(self) -> None:
@@ -125,7 +135,7 @@ class DataServer(Server):
             for position in range(len(tokens)):
                 for pool, value in self.pairs(unmoved, written(tuple(tokens[: position + 1]))):
                     pool[row * width + position] = value
-            for pool, expected in zip(jax.tree.leaves(self.device), jax.tree.leaves(unmoved), strict=True):
+            for pool, expected in zip(arrays(self.device), arrays(unmoved), strict=True):
                 here = row * width + np.arange(len(tokens))
                 np.testing.assert_array_equal(pool[self.slots(row, len(tokens))], expected[here])
         lengths = [len(self.known.get(row, [])) for row in rows]
@@ -135,7 +145,7 @@ class DataServer(Server):
         in_order = jnp.arange(memory.rows * memory.blocks_per_seq, dtype=jnp.int32).reshape(memory.rows, -1)
         outs = []
         for cache, table in ((self.device, self.state.tables[0].ids), (unmoved, in_order)):
-            k, v = (jnp.asarray(pool[0].reshape(-1, memory.block_size, *SHAPES[0])) for pool in (cache.k, cache.v))
+            k, v = (jnp.asarray(pool.reshape(-1, memory.block_size, *SHAPES[0])) for pool in keys_and_values(cache))
             outs.append(np.asarray(attend(q, k, v, table, ints(lengths), ints(cu_q_lens)))[: cu_q_lens[-1]])
         assert not np.isnan(outs[0]).any()
         np.testing.assert_array_equal(*outs)
