@@ -1,6 +1,7 @@
 """The shape of a decoder: every number and choice in which the families differ, checked once, on the host."""
 
 import dataclasses
+import types
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
 
@@ -137,9 +138,215 @@ class DecoderConfig:
         scaling = described.get("rope_scaling")
         return cls(**{**described, "rope_scaling": RopeScaling(**scaling) if scaling else None})
 
+    # ---- published models: vocab, width, layers, q_heads, kv_heads, head_dim, ffn and context as their files say ----
+
+    @classmethod
+    def llama2_7b(cls) -> "DecoderConfig":
+        """Llama 2 7B (Touvron et al., arXiv:2307.09288)."""
+        return cls(32_000, 4096, 32, 32, 32, 128, 11_008, 4096, tied_embeddings=False)
+
+    @classmethod
+    def llama2_13b(cls) -> "DecoderConfig":
+        """Llama 2 13B."""
+        return cls(32_000, 5120, 40, 40, 40, 128, 13_824, 4096, tied_embeddings=False)
+
+    @classmethod
+    def llama2_70b(cls) -> "DecoderConfig":
+        """Llama 2 70B."""
+        return cls(32_000, 8192, 80, 64, 8, 128, 28_672, 4096, tied_embeddings=False)
+
+    @classmethod
+    def llama3_8b(cls) -> "DecoderConfig":
+        """Llama 3 8B (arXiv:2407.21783)."""
+        return cls(128_256, 4096, 32, 32, 8, 128, 14_336, 8192, **_LLAMA3, tied_embeddings=False)
+
+    @classmethod
+    def llama3_70b(cls) -> "DecoderConfig":
+        """Llama 3 70B."""
+        return cls(128_256, 8192, 80, 64, 8, 128, 28_672, 8192, **_LLAMA3, tied_embeddings=False)
+
+    @classmethod
+    def llama3_1_8b(cls) -> "DecoderConfig":
+        """Llama 3.1 8B."""
+        return dataclasses.replace(cls.llama3_8b(), max_len=131_072, rope_scaling=RopeScaling("llama3", 8.0))
+
+    @classmethod
+    def llama3_1_70b(cls) -> "DecoderConfig":
+        """Llama 3.1 70B."""
+        return dataclasses.replace(cls.llama3_70b(), max_len=131_072, rope_scaling=RopeScaling("llama3", 8.0))
+
+    @classmethod
+    def llama3_2_1b(cls) -> "DecoderConfig":
+        """Llama 3.2 1B."""
+        return cls(128_256, 2048, 16, 32, 8, 64, 8192, 131_072, **_LLAMA3, rope_scaling=RopeScaling("llama3", 32.0))
+
+    @classmethod
+    def llama3_2_3b(cls) -> "DecoderConfig":
+        """Llama 3.2 3B."""
+        return cls(128_256, 3072, 28, 24, 8, 128, 8192, 131_072, **_LLAMA3, rope_scaling=RopeScaling("llama3", 32.0))
+
+    @classmethod
+    def smollm2_135m(cls) -> "DecoderConfig":
+        """SmolLM2 135M (arXiv:2502.02737)."""
+        return cls(49_152, 576, 30, 9, 3, 64, 1536, 8192, rope_theta=100_000.0)
+
+    @classmethod
+    def smollm2_360m(cls) -> "DecoderConfig":
+        """SmolLM2 360M."""
+        return cls(49_152, 960, 32, 15, 5, 64, 2560, 8192, rope_theta=100_000.0)
+
+    @classmethod
+    def smollm2_1_7b(cls) -> "DecoderConfig":
+        """SmolLM2 1.7B."""
+        return cls(49_152, 2048, 24, 32, 32, 64, 8192, 8192, rope_theta=130_000.0)
+
+    @classmethod
+    def qwen2_5_0_5b(cls) -> "DecoderConfig":
+        """Qwen2.5 0.5B (arXiv:2412.15115)."""
+        return cls(151_936, 896, 24, 14, 2, 64, 4864, 32_768, **_QWEN2)
+
+    @classmethod
+    def qwen2_5_1_5b(cls) -> "DecoderConfig":
+        """Qwen2.5 1.5B."""
+        return cls(151_936, 1536, 28, 12, 2, 128, 8960, 131_072, **_QWEN2)
+
+    @classmethod
+    def qwen2_5_7b(cls) -> "DecoderConfig":
+        """Qwen2.5 7B."""
+        return cls(152_064, 3584, 28, 28, 4, 128, 18_944, 131_072, **_QWEN2, tied_embeddings=False)
+
+    @classmethod
+    def qwen3_0_6b(cls) -> "DecoderConfig":
+        """Qwen3 0.6B (arXiv:2505.09388)."""
+        return cls(151_936, 1024, 28, 16, 8, 128, 3072, 40_960, **_QWEN3)
+
+    @classmethod
+    def qwen3_1_7b(cls) -> "DecoderConfig":
+        """Qwen3 1.7B."""
+        return cls(151_936, 2048, 28, 16, 8, 128, 6144, 40_960, **_QWEN3)
+
+    @classmethod
+    def qwen3_4b(cls) -> "DecoderConfig":
+        """Qwen3 4B."""
+        return cls(151_936, 2560, 36, 32, 8, 128, 9728, 40_960, **_QWEN3)
+
+    @classmethod
+    def qwen3_8b(cls) -> "DecoderConfig":
+        """Qwen3 8B."""
+        return cls(151_936, 4096, 36, 32, 8, 128, 12_288, 40_960, **_QWEN3, tied_embeddings=False)
+
+    @classmethod
+    def qwen3_14b(cls) -> "DecoderConfig":
+        """Qwen3 14B."""
+        return cls(151_936, 5120, 40, 40, 8, 128, 17_408, 40_960, **_QWEN3, tied_embeddings=False)
+
+    @classmethod
+    def mistral_7b(cls) -> "DecoderConfig":
+        """Mistral 7B v0.1 (Jiang et al., arXiv:2310.06825)."""
+        return cls(32_000, 4096, 32, 32, 8, 128, 14_336, 32_768, window=4096, tied_embeddings=False)
+
+    @classmethod
+    def gemma2_2b(cls) -> "DecoderConfig":
+        """Gemma 2 2B (arXiv:2408.00118)."""
+        return cls(256_000, 2304, 26, 8, 4, 256, 9216, 8192, **_GEMMA2)
+
+    @classmethod
+    def gemma2_9b(cls) -> "DecoderConfig":
+        """Gemma 2 9B."""
+        return cls(256_000, 3584, 42, 16, 8, 256, 14_336, 8192, **_GEMMA2)
+
+    @classmethod
+    def gemma2_27b(cls) -> "DecoderConfig":
+        """Gemma 2 27B; width / q_heads takes the place of head_dim in the scale of its logits."""
+        return cls(256_000, 4608, 46, 32, 16, 128, 36_864, 8192, **_GEMMA2, query_scale=(4608 / 32) ** -0.5)
+
+    @classmethod
+    def gemma3_270m(cls) -> "DecoderConfig":
+        """Gemma 3 270M (arXiv:2503.19786)."""
+        return cls(262_144, 640, 18, 4, 1, 256, 2048, 32_768, **_GEMMA3, window=512)
+
+    @classmethod
+    def gemma3_1b(cls) -> "DecoderConfig":
+        """Gemma 3 1B."""
+        return cls(262_144, 1152, 26, 4, 1, 256, 6912, 32_768, **_GEMMA3, window=512)
+
+    @classmethod
+    def gemma3_4b(cls) -> "DecoderConfig":
+        """The text decoder of Gemma 3 4B."""
+        return cls(
+            262_208,
+            2560,
+            34,
+            8,
+            4,
+            256,
+            10_240,
+            131_072,
+            **_GEMMA3,
+            window=1024,
+            rope_scaling=RopeScaling("linear", 8.0),
+        )
+
+    @classmethod
+    def gemma3_12b(cls) -> "DecoderConfig":
+        """The text decoder of Gemma 3 12B."""
+        return cls(
+            262_208,
+            3840,
+            48,
+            16,
+            8,
+            256,
+            15_360,
+            131_072,
+            **_GEMMA3,
+            window=1024,
+            rope_scaling=RopeScaling("linear", 8.0),
+        )
+
+    @classmethod
+    def gemma3_27b(cls) -> "DecoderConfig":
+        """The text decoder of Gemma 3 27B; width / q_heads takes the place of head_dim in the scale of its logits."""
+        return cls(
+            262_208,
+            5376,
+            62,
+            32,
+            16,
+            128,
+            21_504,
+            131_072,
+            **_GEMMA3,
+            window=1024,
+            rope_scaling=RopeScaling("linear", 8.0),
+            query_scale=(5376 / 32) ** -0.5,
+        )
+
 
 # Of the fields with a default, those that describe every decoder.
 _ALWAYS_DESCRIBED = ("max_len", "rope_theta", "norm_eps", "tied_embeddings")
+
+# What the models of a family have in common.
+_LLAMA3: Mapping[str, Any] = types.MappingProxyType({"rope_theta": 500_000.0})
+_QWEN2: Mapping[str, Any] = types.MappingProxyType(
+    {"rope_theta": 1_000_000.0, "norm_eps": 1e-6, "attention_bias": True}
+)
+_QWEN3: Mapping[str, Any] = types.MappingProxyType({"rope_theta": 1_000_000.0, "norm_eps": 1e-6, "qk_norm": True})
+_GEMMA: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "norm_eps": 1e-6,
+        "norm_plus_one": True,
+        "post_norms": True,
+        "embedding_scale": True,
+        "activation": "gelu_tanh",
+    }
+)
+_GEMMA2: Mapping[str, Any] = types.MappingProxyType(
+    {**_GEMMA, "window": 4096, "full_every": 2, "attention_soft_cap": 50.0, "final_soft_cap": 30.0}
+)
+_GEMMA3: Mapping[str, Any] = types.MappingProxyType(
+    {**_GEMMA, "qk_norm": True, "full_every": 6, "rope_theta": 1_000_000.0, "local_rope_theta": 10_000.0}
+)
 
 
 def _require_at_least_one(name: str, value: int) -> None:
