@@ -11,13 +11,16 @@ import pytest
 from models.decoder import Decode, forward
 from models.layers import run_layer
 from paxkv.attend import MemoryAttend
-from paxkv.kv_cache import init_kv_cache
+from paxkv.engine import Engine, all_ended, init_engine, output_tokens, run_steps
+from paxkv.kv_format import scheme
 from paxkv.memory import Ask
 from paxkv.outcomes import Outcome
 from paxkv.paged import Paged
 from paxkv.ragged import ragged
+from paxkv.requests import make_requests
 from tests.models.decoder_oracle import oracle_logits
 from tests.models.families import FAMILIES, LLAMA3_SCALING, TINY, by_name, random_params, random_tokens
+from tests.paxkv.oracles.caches import filled_cache
 
 TOLERANCE = 1e-5  # of the largest logit
 CONTEXT = 24  # several windows
@@ -104,13 +107,23 @@ def plan(texts, counts, state):
     batch = ragged(starts, counts, sum(LENGTHS))
     tokens = texts.at[batch.row, batch.position].get(mode="fill", fill_value=0)
     slots = MEMORY.slots(state, batch.row, batch.position)
-    return batch, tokens, MemoryAttend(state, slots, batch.cu_lens, MEMORY, max_q_len=LENGTHS[0]), outcome
+    return (
+        batch,
+        tokens,
+        MemoryAttend(state, slots, batch.cu_lens, MEMORY, scheme("f32"), max_q_len=LENGTHS[0]),
+        outcome,
+    )
 
 
 @jax.jit(static_argnames=("decode",), compiler_options=QUICKLY)
 def step(decode, params, tokens, positions, cache, attend):
     every = jnp.arange(tokens.shape[0], dtype=jnp.int32)
     return decode(params, tokens, positions, every, cache, attend)
+
+
+def empty_cache(config, memory):
+    """Nothing may be read before it was written."""
+    return filled_cache(config.layers, (memory.num_slots, config.kv_heads, config.head_dim), jnp.nan)
 
 
 def paged_logits(config, chunks):
@@ -122,8 +135,7 @@ def paged_logits(config, chunks):
     for length in LENGTHS:
         state, _, outcome = MEMORY.admit(state, Ask(jnp.int32(length), jnp.int32(length), jnp.int32(length)))
         assert outcome == Outcome.OK
-    cache = init_kv_cache(config.layers, MEMORY.num_slots, config.kv_heads, config.head_dim, jnp.dtype("float32"))
-    cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.ndim else x, cache)
+    cache = empty_cache(config, MEMORY)
     found = np.full((2, LENGTHS[0], config.vocab), np.nan)
     done = np.zeros(2, np.int32)
     chunks = iter(chunks)
@@ -181,3 +193,27 @@ def test_each_kind_of_layer_is_compiled_once_however_many_there_are(layers, kind
     assert run_layer._cache_size() == kinds
     dense_logits(config, forward=forward)
     assert run_layer._cache_size() == kinds
+
+
+# ---- in the engine -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
+def test_the_engine_serves_the_greedy_tokens_of_a_float64_decoder(family):
+    """Windows, soft caps and scales reach the kernels; prompts come in chunks, beside others' decode steps."""
+    # Untied: a random model whose output is its embedding repeats itself.
+    config, outputs = dataclasses.replace(FAMILIES[family], tied_embeddings=False), 6
+    memory = Paged(rows=2, max_len=32, block_size=3, num_blocks=21)
+    engine = Engine(memory, Decode(config), token_budget=7)
+    prompts = np.stack([random_tokens(13, seed=i) for i in range(3)]).astype(np.int32)
+    requests = make_requests(prompts, np.array([13, 9, 11]), np.full(3, outputs), np.zeros(3), seed=0)
+    state = init_engine(engine, requests, empty_cache(config, memory))
+    state, _ = run_steps(engine, random_params(config), requests, state, 24)
+    assert all_ended(state)
+    for prompt, length, found in zip(prompts, (13, 9, 11), output_tokens(requests, state), strict=True):
+        text = prompt[:length].tolist()
+        for _ in range(outputs):
+            text.append(int(oracle_logits(config, by_name(random_params(config)), text)[-1].argmax()))
+        assert found == text[length:]
+        assert len(set(found)) > 1
