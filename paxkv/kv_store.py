@@ -113,7 +113,7 @@ def _with_scales_for(
     if fmt.calibration != "first_write" or pool.factor is None:
         return pool
     real = places.slots < pool.data.shape[0]
-    by_channel = jnp.max(_magnitudes(x) * real[:, None, None], axis=0)
+    by_channel = jnp.max(jnp.where(real[:, None, None], _magnitudes(x), 0), axis=0)
     found = scale_up(reduce_amax(fmt, by_channel) / largest(fmt.dtype), fmt.scale_dtype).astype(jnp.float32)
     known = jnp.any(pool.factor > 0)
     return KVPool(pool.data, jnp.where(known, pool.factor, found), pool.scales)

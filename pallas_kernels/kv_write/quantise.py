@@ -70,7 +70,7 @@ def quantise_by_token(
     return Quantised(_round(scaled, dtype), scale, jnp.sum(lost, axis=(1, 2), dtype=jnp.int32))
 
 
-def scale_up(scale: Float32[Array, "*shape"], dtype: jnp.dtype) -> Float[Array, "*shape"]:
+def scale_up(scale: Float32[Array, "*shape"], dtype: jnp.dtype) -> Shaped[Array, "*shape"]:
     """The least number of `dtype` that is not below a scale, so that rounding a scale never clips what it scales.
 
     0 where float32 holds no normal number of that size; powers of two (f8e8m0fnu) have no 0 and give 2**-126.
