@@ -59,7 +59,7 @@ def read_header(path: str | os.PathLike[str], dtype: Dtype = "float32") -> Decod
         )
     except ValueError as error:
         raise ValueError(
-            f"{path}: expected a llama2.c header of dim, hidden, layers, heads, KV heads, vocabulary and context: {error}"
+            f"{path}: expected a llama2.c header: dim, hidden, layers, heads, KV heads, vocabulary, context; {error}"
         ) from error
 
 
