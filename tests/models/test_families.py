@@ -23,12 +23,17 @@ TOLERANCE = 1e-5  # of the largest logit
 CONTEXT = 24  # several windows
 
 
+# Compiling is all that takes time here.
+QUICKLY = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
+quick_forward = jax.jit(forward, static_argnames=("decode",), compiler_options=QUICKLY)
+
+
 @functools.cache
 def expected_logits(config, context=CONTEXT, seed=0):
     return oracle_logits(config, by_name(random_params(config)), random_tokens(context, seed))
 
 
-def dense_logits(config, context=CONTEXT):
+def dense_logits(config, context=CONTEXT, forward=quick_forward):
     return np.asarray(
         forward(Decode(config), random_params(config), jnp.asarray(random_tokens(context)[None], jnp.int32))
     )[0]
@@ -87,25 +92,30 @@ def test_a_decoder_without_one_of_the_familys_features_would_be_found_out(family
 
 # ---- through paged memory ------------------------------------------------------------------------------------------
 
-MEMORY = Paged(rows=2, max_len=32, block_size=3, num_blocks=21)
-LENGTHS = (CONTEXT, 17)  # of two texts side by side
-EVERY = np.arange(sum(LENGTHS), dtype=np.int32)
+MEMORY = Paged(rows=2, max_len=18, block_size=3, num_blocks=12)
+LENGTHS = (17, 11)  # of two texts side by side; windows are shorter, blocks shorter still
 
 
 @jax.jit
 def plan(texts, counts, state):
     """Makes room for `counts` more tokens of each row; the tokens, and how to attend to what is stored."""
     starts = MEMORY.seqs(state).lengths
-    state, outcome = MEMORY.append(state, counts, CONTEXT)
+    state, outcome = MEMORY.append(state, counts, LENGTHS[0])
     batch = ragged(starts, counts, sum(LENGTHS))
     tokens = texts.at[batch.row, batch.position].get(mode="fill", fill_value=0)
     slots = MEMORY.slots(state, batch.row, batch.position)
-    return batch, tokens, MemoryAttend(state, slots, batch.cu_lens, MEMORY, max_q_len=CONTEXT), outcome
+    return batch, tokens, MemoryAttend(state, slots, batch.cu_lens, MEMORY, max_q_len=LENGTHS[0]), outcome
+
+
+@jax.jit(static_argnames=("decode",), compiler_options=QUICKLY)
+def step(decode, params, tokens, positions, cache, attend):
+    every = jnp.arange(tokens.shape[0], dtype=jnp.int32)
+    return decode(params, tokens, positions, every, cache, attend)
 
 
 def paged_logits(config, chunks):
     """Logits of two texts that arrive one after the other, whose steps are the `chunks` and then single tokens."""
-    decode, texts = Decode(config), np.zeros((2, CONTEXT), np.int32)
+    texts = np.zeros((2, LENGTHS[0]), np.int32)
     for row, length in enumerate(LENGTHS):
         texts[row, :length] = random_tokens(length, seed=row)
     state = MEMORY.init()
@@ -114,7 +124,7 @@ def paged_logits(config, chunks):
         assert outcome == Outcome.OK
     cache = init_kv_cache(config.layers, MEMORY.num_slots, config.kv_heads, config.head_dim, jnp.dtype("float32"))
     cache = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan) if x.ndim else x, cache)
-    found = np.full((2, CONTEXT, config.vocab), np.nan)
+    found = np.full((2, LENGTHS[0], config.vocab), np.nan)
     done = np.zeros(2, np.int32)
     chunks = iter(chunks)
     while (done < LENGTHS).any():
@@ -122,7 +132,7 @@ def paged_logits(config, chunks):
         batch, tokens, attend, outcome = plan(texts, counts, state)
         assert outcome == Outcome.OK
         state = attend.state
-        logits, cache = decode(random_params(config), tokens, batch.position, jnp.asarray(EVERY), cache, attend)
+        logits, cache = step(Decode(config), random_params(config), tokens, batch.position, cache, attend)
         used = int(counts.sum())
         found[np.asarray(batch.row)[:used], np.asarray(batch.position)[:used]] = np.asarray(logits)[:used]
         done += counts
@@ -131,9 +141,9 @@ def paged_logits(config, chunks):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_that_comes_in_chunks_and_then_token_by_token_gets_the_same_logits(family):
-    """Both texts at once; in sevens, a text beside the other's first token; and one by one from the beginning."""
+    """Both at once but for the last tokens; in sevens, one text behind the other; and one by one from the first."""
     config = FAMILIES[family]
-    for chunks in ([(19, 12)], [(7, 0), (7, 7), (0, 7)], [(4, 1)] * 2, []):
+    for chunks in ([(14, 8)], [(7, 0), (7, 7), (1, 3)], []):
         found = paged_logits(config, chunks)
         for row, length in enumerate(LENGTHS):
             assert error(found[row, :length], expected_logits(config, length, seed=row)) < TOLERANCE
@@ -142,9 +152,8 @@ def test_a_text_that_comes_in_chunks_and_then_token_by_token_gets_the_same_logit
 # ---- element types -------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_weights_may_be_shorter_than_the_arithmetic(family):
-    config = dataclasses.replace(FAMILIES[family], param_dtype="bfloat16")
+def test_weights_may_be_shorter_than_the_arithmetic():
+    config = dataclasses.replace(FAMILIES["gemma3"], param_dtype="bfloat16")
     assert {array.dtype for array in by_name(random_params(config)).values()} == {jnp.dtype("bfloat16")}
     assert error(dense_logits(config), expected_logits(config)) < TOLERANCE
 
@@ -165,9 +174,10 @@ def test_activations_in_bfloat16_give_float32_logits_that_are_near():
 
 @pytest.mark.parametrize(("layers", "kinds", "change"), [(30, 1, {}), (7, 2, {"window": 4, "full_every": 6})])
 def test_each_kind_of_layer_is_compiled_once_however_many_there_are(layers, kinds, change):
+    """Outside of a jitted function too, where every layer is a call of its own."""
     config = dataclasses.replace(TINY, layers=layers, **change)
     run_layer.clear_cache()
-    dense_logits(config)
+    dense_logits(config, forward=forward)
     assert run_layer._cache_size() == kinds
-    dense_logits(config)
+    dense_logits(config, forward=forward)
     assert run_layer._cache_size() == kinds
