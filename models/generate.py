@@ -7,24 +7,27 @@ fast as one of two.
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float32, Int32, Key
 
-from models.decoder import Decoder
-from paxkv.attend import MemoryAttend
-from paxkv.kv_cache import KVCache, init_kv_cache
-from paxkv.memory import Ask
+from models.config import Dtype
+from models.decoder import Decoder, Params, make_decode
+from paxkv.forward import Reader, begin, extend
+from paxkv.init_cache import init_kv_cache
+from paxkv.kv_cache import KVCache
+from paxkv.kv_format import KVFormat, scheme
 from paxkv.outcomes import Outcome
 from paxkv.paged import Paged
-from paxkv.paged_state import PagedState
-from paxkv.ragged import ragged
 from paxkv.sampling import sample
 
 BLOCK_SIZE = 16
-_SMALLEST_CHUNK = 16  # tokens; chunks double from here
+_SMALLEST_CHUNK = 16  # tokens of a prompt that are computed at once; chunks double from here
+_PLAIN: Mapping[Dtype, str] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +62,7 @@ class Generation:
         eos: Sequence[int] = (),
         temperature: float = 0.0,
         seed: int = 0,
-        backend: str | None = None,
+        kv_format: KVFormat | None = None,
     ) -> None:
         """Checks the request.
 
@@ -70,7 +73,7 @@ class Generation:
           eos: ids that end the text; they are not given out.
           temperature: 0 for the best token each time.
           seed: of the draws.
-          backend: of attention and cache writes.
+          kv_format: in which keys and values are kept; None for that of the activations.
 
         Raises:
           ValueError: The prompt is empty, has ids outside the vocabulary, or is too long for the model.
@@ -86,66 +89,69 @@ class Generation:
         if not temperature >= 0:
             raise ValueError(f"temperature: expected at least 0, got {temperature}")
         self._model, self._prompt, self._eos, self._max_tokens = model, list(prompt), frozenset(eos), max_tokens
-        self._temperature, self._key, self._backend = temperature, jax.random.key(seed), backend
+        self._temperature, self._key = temperature, jax.random.key(seed)
+        self._kv_format = kv_format or scheme(_PLAIN[config.dtype])
         self.speed = Speed(len(prompt), 0.0, 0, 0.0)
 
     def __iter__(self) -> Iterator[int]:
         """The new tokens, each as soon as it is known."""
-        config, prompt = self._model.config, self._prompt
-        most = len(prompt) + self._max_tokens
-        chunk = _SMALLEST_CHUNK
-        while chunk < len(prompt):
-            chunk *= 2
-        blocks = -(-max(most, chunk) // BLOCK_SIZE)
+        config, most = self._model.config, len(self._prompt) + self._max_tokens
+        # The padding of the prompt takes no slots; the chunk that it fills is a bound all the same.
+        blocks = -(-max(most, _chunk(len(self._prompt))) // BLOCK_SIZE)
         memory = Paged(rows=1, max_len=blocks * BLOCK_SIZE, block_size=BLOCK_SIZE, num_blocks=blocks)
         cache = init_kv_cache(
-            config.layers, memory.num_slots, config.kv_heads, config.head_dim, jnp.dtype(config.dtype)
+            config.layers,
+            memory.num_slots,
+            config.kv_heads,
+            config.head_dim,
+            self._kv_format,
+            block_size=BLOCK_SIZE,
         )
+        decode, params = make_decode(self._model)
+        reader = Reader(memory, decode, self._kv_format)
+
         began = time.perf_counter()
-        state, _, outcome = memory.admit(memory.init(), Ask(jnp.int32(0), jnp.int32(len(prompt)), jnp.int32(most)))
-        if outcome != Outcome.OK:
-            raise RuntimeError(f"a memory made for {most} tokens refused them: {Outcome(int(outcome)).name}")
-        padded = jnp.asarray([*prompt, *[0] * (chunk - len(prompt))], jnp.int32)
-        token, state, cache = self._step(memory, state, cache, padded, len(prompt), 0)
-        for count in range(1, self._max_tokens + 1):
-            now = time.perf_counter()
-            if count == 1:
-                self.speed = Speed(len(prompt), now - began, 1, 0.0)
-                began = now
-            else:
-                self.speed = dataclasses.replace(self.speed, new_tokens=count, decode_seconds=now - began)
-            if int(token[0]) in self._eos:
+        state, _, outcome = begin(reader, memory.init(), 0, most)
+        _require_ok(outcome)
+        token, state, cache = self._extend(reader, params, state, cache, self._prompt)
+        self.speed = Speed(len(self._prompt), time.perf_counter() - began, 1, 0.0)
+        while token not in self._eos:
+            yield token
+            if self.speed.new_tokens == self._max_tokens:
                 return
-            yield int(token[0])
-            if count < self._max_tokens:
-                token, state, cache = self._step(memory, state, cache, token, 1, count)
+            began = time.perf_counter()
+            token, state, cache = self._extend(reader, params, state, cache, [token])
+            seconds = self.speed.decode_seconds + time.perf_counter() - began
+            self.speed = dataclasses.replace(self.speed, new_tokens=self.speed.new_tokens + 1, decode_seconds=seconds)
 
-    def _step(
-        self,
-        memory: Paged,
-        state: PagedState,
-        cache: KVCache,
-        tokens: Int32[Array, " tokens"],
-        count: int,
-        drawn: int,
-    ) -> tuple[Int32[Array, " one"], PagedState, KVCache]:
-        """Computes the first `count` of `tokens` behind what is stored, and draws the next."""
-        state, attend, positions = _make_room(memory, state, jnp.int32(count), tokens.size, self._backend)
-        select = jnp.asarray([count - 1], jnp.int32)
-        logits, cache = self._model(tokens, positions, select, cache, attend)
-        token = _draw(logits, jnp.float32(self._temperature), self._key, jnp.int32(drawn))
-        return jax.block_until_ready(token), state, cache
+    def _extend(self, reader: Reader, params: Params, state: Any, cache: KVCache, tokens: Sequence[int]) -> tuple:
+        """Computes tokens behind what is stored, and draws the next."""
+        padded = np.zeros(_chunk(len(tokens)), np.int32)
+        padded[: len(tokens)] = tokens
+        state, cache, logits, outcome = extend(
+            reader,
+            params,
+            state,
+            cache,
+            jnp.asarray(padded),
+            jnp.asarray([len(tokens)], jnp.int32),
+            jnp.asarray([len(tokens) - 1], jnp.int32),
+            max_q_len=len(padded),
+        )
+        _require_ok(outcome)
+        drawn = jnp.int32(self.speed.new_tokens)
+        token = _draw(logits, jnp.float32(self._temperature), self._key, drawn)
+        return int(token[0]), state, cache
 
 
-@jax.jit(static_argnames=("memory", "size", "backend"))
-def _make_room(
-    memory: Paged, state: PagedState, count: Int32[Array, ""], size: int, backend: str | None
-) -> tuple[PagedState, MemoryAttend, Int32[Array, " tokens"]]:
-    starts = memory.seqs(state).lengths
-    state, _ = memory.append(state, count[None], size)
-    batch = ragged(starts, count[None], size)
-    slots = memory.slots(state, batch.row, batch.position)
-    return state, MemoryAttend(state, slots, batch.cu_lens, memory, size, backend), batch.position
+def _chunk(tokens: int) -> int:
+    """Tokens that a step is compiled for: one, or a power of two."""
+    return 1 if tokens == 1 else max(_SMALLEST_CHUNK, 1 << (tokens - 1).bit_length())
+
+
+def _require_ok(outcome: jax.Array) -> None:
+    if outcome != Outcome.OK:
+        raise RuntimeError(f"a memory made for one request refused it: {Outcome(int(outcome)).name}")
 
 
 @jax.jit
