@@ -69,7 +69,7 @@ _IMPLIED: Mapping[str, Mapping[str, bool]] = types.MappingProxyType(
 class _Reader(GGUFReader):
     """Refuses what reaches beyond the end of the file, where the base class would read less than was asked for."""
 
-    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> np.ndarray:
+    def _get(self, offset: Any, dtype: Any, count: Any = 1, override_order: Any = None) -> np.ndarray:
         found = super()._get(offset, dtype, count, override_order)
         if found.size != count:
             raise ValueError(f"it ends after {self.data.size} bytes, and at byte {offset} more was to come")

@@ -3,9 +3,9 @@
 import dataclasses
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, get_args
 
-from models.config import Activation, DecoderConfig, RopeScaling
+from models.config import Activation, DecoderConfig, Dtype, RopeScaling
 
 Json = Mapping[str, Any]
 
@@ -73,6 +73,8 @@ def config_from_json(json: Json) -> DecoderConfig:
         raise ValueError(f"hidden_act: expected one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
     head_dim = json.get("head_dim") or json["hidden_size"] // json["num_attention_heads"]
     dtype = json.get("dtype") or json.get("torch_dtype") or "float32"
+    if dtype not in get_args(Dtype):
+        raise ValueError(f"torch_dtype: expected one of {', '.join(get_args(Dtype))}, got {dtype!r}")
     return DecoderConfig(
         **{ours: json[theirs] for ours, theirs in _SIZES.items()},
         kv_heads=json.get("num_key_value_heads") or json["num_attention_heads"],
