@@ -13,7 +13,9 @@ import polars as pl
 from experiments.workloads.workload import Workload
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine, EngineState, StepRecord, all_ended, init_engine, output_tokens, run_steps
-from paxkv.kv_cache import KVCache, init_kv_cache
+from paxkv.init_cache import init_kv_cache
+from paxkv.kv_cache import KVCache
+from paxkv.kv_format import scheme
 from paxkv.model_shapes import KVShape
 from paxkv.outcomes import raise_on_fault
 from paxkv.requests import TICK_US, Reason, Requests, Status
@@ -98,7 +100,7 @@ def serve(
 def _allocate(shape: KVShape, slots: int) -> KVCache:
     """The arrays of keys and values, or a sentence that says why there are none."""
     try:
-        cache = init_kv_cache(shape.layers, slots, shape.kv_heads, shape.head_dim, jnp.dtype(jnp.float32))
+        cache = init_kv_cache(shape.layers, slots, shape.kv_heads, shape.head_dim, scheme("f32"))
         return jax.block_until_ready(cache)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

@@ -35,8 +35,8 @@ NEW_BLOCK = 16  # tokens of a call are attended in blocks of so many
 
 def attend_batch(
     q: Float[Array, "tokens q_heads head_dim"],
-    k: Num[Array, "blocks block_size kv_heads head_dim"],
-    v: Num[Array, "blocks block_size kv_heads head_dim"],
+    k: Num[Array, "blocks block_size kv_heads k_width"],
+    v: Num[Array, "blocks block_size kv_heads v_width"],
     table: Int32[Array, "seqs blocks_per_seq"] | None,
     starts: Int32[Array, " seqs"] | None,
     kv_lens: Int32[Array, " seqs"],
@@ -60,7 +60,7 @@ def attend_batch(
     Ranges are read as blocks that follow one another: `starts` are slots, and the blocks are those of `k`. `sizes` are
     looked up if None.
     """
-    check(q, k, table)
+    check(q, k, v, table)
     attend = functools.partial(
         _attend_stored,
         q,
@@ -86,8 +86,13 @@ def attend_batch(
     return out.astype(q.dtype), lse if return_lse else None
 
 
-def check(q: jax.Array, k: jax.Array, table: jax.Array | None) -> None:
-    """Raises the ValueError of what the kernel cannot do."""
+def check(q: jax.Array, k: jax.Array, v: jax.Array, table: jax.Array | None) -> None:
+    """Raises the error of what the kernel cannot do."""
+    if k.dtype == jnp.uint8 or v.dtype != k.dtype:
+        raise NotImplementedError(
+            "k, v: the TPU kernel reads keys and values of one dtype, and no packed 4-bit integers, got "
+            f"{k.dtype.name} and {v.dtype.name}; use the backend 'xla'"
+        )
     _, block_size, _, head_dim = k.shape
     for name, dtype in (("q", q.dtype), ("k", k.dtype)):
         require(dtype != jnp.float16, name, "of another dtype on a TPU, which has no float16", dtype.name)

@@ -4,9 +4,13 @@ import math
 from typing import TypedDict
 
 import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float32
 
 FLOATS = ("float32", "bfloat16", "float16")
 CACHED = (*FLOATS, "float8_e4m3fn", "float8_e5m2", "int8")
+PACKED = "uint8"  # two 4-bit integers
+SCALES = ("float32", "bfloat16", "float8_e8m0fnu")
 MAX_INT32 = 2**31 - 1
 
 
@@ -66,8 +70,6 @@ def check_ragged(
     kv_lens: jax.Array,
     cu_q_lens: jax.Array,
     *,
-    k_scale: jax.Array | None,
-    v_scale: jax.Array | None,
     k_new: jax.Array | None,
     v_new: jax.Array | None,
     sinks: jax.Array | None,
@@ -77,17 +79,14 @@ def check_ragged(
     check_array("cu_q_lens", cu_q_lens, ("seqs + 1",), ("int32",))
     tokens, q_heads, head_dim = q.shape
     kv_heads, seqs, slots = k.shape[-2], kv_lens.shape[0], math.prod(k.shape[:-2])
-    require(v.shape == k.shape, "v", f"of k's shape {tuple(k.shape)}", f"shape {tuple(v.shape)}")
-    require(v.dtype == k.dtype, "v", f"of k's dtype {k.dtype.name}", v.dtype.name)
-    require(k.shape[-1] == head_dim, "k", f"of q's head_dim {head_dim}", f"shape {tuple(k.shape)}")
+    require(v.shape[:-1] == k.shape[:-1], "v", f"of k's shape {tuple(k.shape)}", f"shape {tuple(v.shape)}")
+    for argument, stored in (("k", k), ("v", v)):
+        width = stored.shape[-1] * (2 if stored.dtype.name == PACKED else 1)
+        require(width == head_dim, argument, f"of q's head_dim {head_dim}", f"shape {tuple(stored.shape)}")
     require(q_heads % kv_heads == 0, "q_heads", f"a multiple of kv_heads {kv_heads}", q_heads)
     require(slots <= MAX_INT32, "k", f"of at most {MAX_INT32} slots, since slot ids are int32", slots)
     require(cu_q_lens.shape[0] == seqs + 1, "cu_q_lens", f"of length seqs + 1 = {seqs + 1}", cu_q_lens.shape[0])
 
-    check_scales("k_scale", k_scale, k.shape[:-1])
-    check_scales("v_scale", v_scale, k.shape[:-1])
-    shapes = [None if scales is None else tuple(scales.shape) for scales in (k_scale, v_scale)]
-    require(shapes[0] == shapes[1], "v_scale", f"of k_scale's shape {shapes[0]}", shapes[1])
     require((k_new is None) == (v_new is None), "v_new", "given exactly if k_new is", "one of them alone")
     for argument, new in (("k_new", k_new), ("v_new", v_new)):
         if new is not None:
@@ -104,10 +103,36 @@ def check_ragged(
 
 
 def check_scales(argument: str, scales: jax.Array | None, slots_by_head: tuple[int, ...]) -> None:
-    """Raises a ValueError unless `scales` are float32, for a layer, for each KV head, or for each slot and KV head."""
+    """Raises a ValueError unless `scales` are for a layer, for KV heads, or for slots (or blocks) and KV heads."""
     if scales is None:
         return
-    require(scales.dtype.name == "float32", argument, "of dtype float32", scales.dtype.name)
-    shapes = ((), slots_by_head[-1:], tuple(slots_by_head))
+    require(scales.dtype.name in SCALES, argument, f"of dtype {' or '.join(SCALES)}", scales.dtype.name)
+    blocks_by_head = (slots_by_head[0], slots_by_head[-1])
+    shapes = ((), slots_by_head[-1:], tuple(slots_by_head), *([blocks_by_head] if len(slots_by_head) == 3 else []))
     expected = f"of shape {shapes[0]} (per layer), {shapes[1]} (per head) or {shapes[2]} (per token and head)"
+    expected += f" or {shapes[3]} (per block and head)" if len(shapes) == 4 else ""
     require(tuple(scales.shape) in shapes, argument, expected, tuple(scales.shape))
+
+
+def same_scales(
+    k_scale: jax.Array | None, v_scale: jax.Array | None, slots_by_head: tuple[int, ...]
+) -> tuple[Float32[Array, "..."] | None, Float32[Array, "..."] | None]:
+    """Scales as backends take them: float32, both or none, for the layer, for heads, or for slots and heads alike.
+
+    The coarser of two is spread out, and so are scales of blocks: a copy of the scales, not of what they scale.
+    """
+    check_scales("k_scale", k_scale, slots_by_head)
+    check_scales("v_scale", v_scale, slots_by_head)
+    if k_scale is None and v_scale is None:
+        return None, None
+    k, v = (jnp.float32(1) if scale is None else scale.astype(jnp.float32) for scale in (k_scale, v_scale))
+    if k.shape == v.shape and k.ndim != 2:
+        return k, v
+    by_head = max(k.ndim, v.ndim) <= 1
+    shape = slots_by_head[-1:] if by_head else slots_by_head
+
+    def spread(scale: jax.Array) -> jax.Array:
+        by_block = scale.ndim == 2 and len(slots_by_head) == 3
+        return jnp.broadcast_to(scale[:, None] if by_block else scale, shape)
+
+    return spread(k), spread(v)

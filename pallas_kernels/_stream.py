@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32, Num
 
 from pallas_kernels._query_tiles import QueryTiles, cut_queries
+from pallas_kernels.int4 import unpack_int4
 
 # Measured on two CPU cores, batches of 16 to 128 tokens at contexts of 500 to 2,048: positions per step of the
 # softmax, queries per tile of a prefill chunk, and tiles that take their steps together. A decode row gets a tile
@@ -145,11 +146,14 @@ def load_tile(
 
 
 def _load(
-    pool: Num[Array, "slots kv_heads head_dim"],
+    pool: Num[Array, "slots kv_heads width"],
     scales: Float32[Array, "..."] | None,
     slots: Int32[Array, "tiles kv_tile"],
 ) -> Float32[Array, "tiles kv_tile kv_heads head_dim"]:
-    items = pool.at[slots].get(mode="promise_in_bounds").astype(jnp.float32)
+    items = pool.at[slots].get(mode="promise_in_bounds")
+    if items.dtype == jnp.uint8:
+        items = unpack_int4(items)
+    items = items.astype(jnp.float32)
     if scales is None:
         return items
     if scales.ndim == 2:

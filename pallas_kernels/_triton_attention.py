@@ -122,8 +122,8 @@ class Statics:
 
 def attend(
     q: Float[Array, "tokens q_heads head_dim"],
-    k: Num[Array, "slots kv_heads head_dim"],
-    v: Num[Array, "slots kv_heads head_dim"],
+    k: Num[Array, "slots kv_heads k_width"],
+    v: Num[Array, "slots kv_heads v_width"],
     places: Int32[Array, "seqs ..."],
     kv_lens: Int32[Array, " seqs"],
     cu_q_lens: Int32[Array, " seqs+1"],
@@ -182,11 +182,15 @@ def attend(
         raise ValueError(f"head_dim must be at most {MAX_HEAD_DIM} for the Triton kernel, got {head_dim}")
     for name, array in {"q": q, "k": k, "v": v}.items():
         check_offsets(name, array)
+        if array.dtype == jnp.uint8:
+            raise NotImplementedError(
+                f"{name}: the Triton kernel reads no packed 4-bit integers; use the backend 'xla'"
+            )
     k_scale, v_scale = (
         jnp.broadcast_to(factor, kv_heads) if factor is not None and factor.ndim == 0 else factor
         for factor in (k_scale, v_scale)
     )
-    dtype = product_dtype(q.dtype, k.dtype)
+    dtype = product_dtype(q.dtype, max(k.dtype, v.dtype, key=lambda stored: stored.itemsize))
     call = functools.partial(
         _launch,
         Inputs(places, q, k, v, k_scale, v_scale, k_new, v_new, sinks),

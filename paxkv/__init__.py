@@ -17,7 +17,9 @@ from paxkv.contiguous import VAttention, VAttentionState
 from paxkv.cost_model import StepCost
 from paxkv.engine import Decode, Engine, EngineState, StepRecord, all_ended, init_engine, output_tokens, run_steps
 from paxkv.events import events_between, read_events
-from paxkv.kv_cache import Attend, KVCache, init_kv_cache
+from paxkv.init_cache import init_kv_cache
+from paxkv.kv_cache import Attend, KVCache
+from paxkv.kv_format import KVFormat, TensorFormat, scheme
 from paxkv.memory import Ask, Content, KVMemory, MapCalls, Usage, content
 from paxkv.model_shapes import KVShape, model_shape
 from paxkv.outcomes import Faults, MemoryFaultError, Outcome, raise_on_fault
@@ -44,6 +46,7 @@ __all__ = [
     "Faults",
     "Group",
     "KVCache",
+    "KVFormat",
     "KVMemory",
     "KVShape",
     "MapCalls",
@@ -65,6 +68,7 @@ __all__ = [
     "Status",
     "StepCost",
     "StepRecord",
+    "TensorFormat",
     "Usage",
     "VAttention",
     "VAttentionState",
@@ -88,5 +92,6 @@ __all__ = [
     "require_invariants",
     "run_steps",
     "schedule",
+    "scheme",
     "violations",
 ]

@@ -7,8 +7,9 @@ from typing import Any
 import jax
 from jaxtyping import Array, Float
 
-from pallas_kernels.kv_write import kv_write
-from paxkv.kv_cache import AttentionSpec, KVPool, LayerAttend, LayerCache
+from paxkv.kv_cache import AttentionSpec, LayerAttend, LayerCache
+from paxkv.kv_format import KVFormat
+from paxkv.kv_store import Places, queries, store
 from paxkv.memory import KVMemory
 
 
@@ -18,19 +19,20 @@ from paxkv.memory import KVMemory
 class MemoryAttend:
     """Stores a step's keys and values where the memory says, then attends over all that is stored.
 
-    Implements `Attend` and `LayerAttend`: all layers do the same, each in its own arrays.
+    Implements `Attend` and `LayerAttend`: layers of one format do the same, each in its own arrays.
     """
 
     state: Any  # of the memory, after it made room for the step's tokens
     slots: jax.Array  # i32[tokens]; where each token goes, num_slots for none
     cu_lens: jax.Array  # i32[rows + 1]; where each row's tokens begin, and where the last one's end
     memory: KVMemory[Any] = dataclasses.field(metadata={"static": True})
+    kv_format: KVFormat = dataclasses.field(metadata={"static": True})
     max_q_len: int = dataclasses.field(metadata={"static": True})  # most tokens of a row
     backend: Any = dataclasses.field(default=None, metadata={"static": True})
 
     def of_layer(self, layer: int) -> tuple[LayerAttend, int]:
         """See `Attend`."""
-        return self, layer
+        return dataclasses.replace(self, kv_format=self.kv_format.of_layer(layer)), layer
 
     def __call__(
         self,
@@ -42,12 +44,22 @@ class MemoryAttend:
     ) -> tuple[Float[Array, "tokens q_heads head_dim"], LayerCache | None]:
         """See `LayerAttend`."""
         if cache is None:
-            raise ValueError(
-                "cache: expected keys and values of this layer, as the attention reads what is stored, got None"
-            )
-        stored = kv_write(cache.k.data, cache.v.data, k, v, self.slots, backend=self.backend)
-        cache = LayerCache(KVPool(stored.k), KVPool(stored.v), cache.clipped + stored.clipped)
+            raise ValueError("cache: expected keys and values of this layer, which attention reads back, got None")
+        places = Places(self.slots, self.memory.rows, block_size_of(self.memory), self.backend)
+        cache = store(self.kv_format, cache, k, v, places)
         out = self.memory.attend(
-            self.state, q, cache.k, cache.v, self.cu_lens, spec, max_q_len=self.max_q_len, backend=self.backend
+            self.state,
+            queries(self.kv_format, cache.k, q),
+            cache.k,
+            cache.v,
+            self.cu_lens,
+            spec,
+            max_q_len=self.max_q_len,
+            backend=self.backend,
         )
         return out, cache
+
+
+def block_size_of(memory: KVMemory[Any]) -> int:
+    """Slots that share what is kept of a block; 1 in a memory without blocks."""
+    return getattr(memory, "block_size", 1)

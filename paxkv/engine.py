@@ -20,6 +20,7 @@ from paxkv.beams import choose_beams
 from paxkv.control_flow import run_if
 from paxkv.cost_model import StepCost, step_ticks
 from paxkv.kv_cache import Attend, KVCache, copy_blocks_between, fill_blocks, with_blocks
+from paxkv.kv_format import KVFormat, scheme
 from paxkv.memory import KVMemory, Usage
 from paxkv.paged import Paged
 from paxkv.ragged import ragged, tokens_of
@@ -47,6 +48,9 @@ class Decode(Protocol):
         ...
 
 
+# What a float32 model computes, as it is.
+PLAIN_F32 = scheme("f32")
+
 OnFree = Literal["keep", "zero", "poison"]
 _WIPED = {"zero": 0.0, "poison": float("nan")}
 
@@ -62,6 +66,7 @@ class Engine:
     cost: StepCost = dataclasses.field(default_factory=StepCost)
     backend: str | tuple[str, ...] | None = None  # of attention and cache writes
     policy: Policy = dataclasses.field(default_factory=Policy)
+    kv_format: KVFormat = PLAIN_F32
     on_free: OnFree = "keep"  # what becomes of keys and values that nobody has a use for: a pass over memory if wiped
 
     def __post_init__(self) -> None:
@@ -304,7 +309,9 @@ def _forward(
         tokens = tokens_of(transcripts, scheduled.row_request, batch)
         slots = memory.slots(scheduled.memory, batch.row, batch.position)
 
-        attend = MemoryAttend(scheduled.memory, slots, batch.cu_lens, memory, max_q_len, engine.backend)
+        attend = MemoryAttend(
+            scheduled.memory, slots, batch.cu_lens, memory, engine.kv_format, max_q_len, engine.backend
+        )
         last = jnp.where(plan.samples, batch.cu_lens[1:] - 1, num_tokens)
         logits, cache = engine.decode(params, tokens, batch.position, last, cache, attend)
         return cache, logits

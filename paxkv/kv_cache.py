@@ -164,15 +164,6 @@ def no_cache(layers: int) -> KVCache:
     return KVCache((None,) * layers)
 
 
-def init_kv_cache(layers: int, slots: int, kv_heads: int, head_dim: int, dtype: jnp.dtype) -> KVCache:
-    """A zeroed cache of `layers` times `[slots, kv_heads, head_dim]` keys and as many values, stored as they are."""
-
-    def pool() -> KVPool:
-        return KVPool(jnp.zeros((slots, kv_heads, head_dim), dtype))
-
-    return KVCache(tuple(LayerCache(pool(), pool(), jnp.int32(0)) for _ in range(layers)))
-
-
 def block_bytes(cache: KVCache, block_size: int) -> int:
     """Bytes of one block in all layers, keys, values and their scales: what copying or swapping it moves one way."""
     pools = [pool for layer in cache.layers if layer is not None for pool in (layer.k, layer.v)]

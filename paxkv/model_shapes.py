@@ -5,6 +5,7 @@ import difflib
 import types
 from collections.abc import Mapping
 from fractions import Fraction
+from typing import Literal
 
 from paxkv.sizes import require_int
 
@@ -13,9 +14,9 @@ from paxkv.sizes import require_int
 class KVShape:
     """Keys and values of a model, as one device of a tensor-parallel group stores them.
 
-    Keys and values have the same shape and element type. All bytes are those of one device; with
-    `tensor_parallel=1` that is the whole model. Scales that exist once per tensor or head, however many
-    tokens there are, are no part of a block and cost nothing here.
+    All bytes are those of one device; with `tensor_parallel=1` that is the whole model. Values are stored as keys are
+    unless the `v_` fields say otherwise. Scales that exist once per tensor or head, however many tokens there are, are
+    no part of a block and cost nothing here.
 
     Raises:
         ValueError: a field is out of range, a head does not fill whole bytes, or the devices cannot share the
@@ -26,8 +27,13 @@ class KVShape:
     kv_heads: int  # of the whole model
     head_dim: int
     element_bytes: int | Fraction = 2  # Fraction(1, 2) for 4-bit elements, packed along head_dim
-    scale_bytes_per_token_head: int = 0  # in K and in V each: 4 for an f32 scale per token and head
-    scale_bytes_per_block_head: int = 0  # in K and in V each: 4 for an f32 scale per block and head
+    scale_bytes_per_token_head: int = 0  # 4 for an f32 scale per token and head
+    scale_bytes_per_block_head: int = 0  # 4 for an f32 scale per block and head
+    v_element_bytes: int | Fraction | None = None  # None: as of keys; likewise the two below
+    v_scale_bytes_per_token_head: int | None = None
+    v_scale_bytes_per_block_head: int | None = None
+    precise_layers: int = 0  # of the layers, those that keep keys and values without scales
+    precise_element_bytes: int = 2  # there
     tensor_parallel: int = 1  # devices that share the KV heads
     replicate_kv_heads: bool = False  # allow more devices than KV heads: several then hold the same head
 
@@ -35,14 +41,21 @@ class KVShape:
         for name in ("layers", "kv_heads", "head_dim", "tensor_parallel"):
             require_int(name, getattr(self, name))
         for name in ("scale_bytes_per_token_head", "scale_bytes_per_block_head"):
-            require_int(name, getattr(self, name), minimum=0)
-        if not isinstance(self.element_bytes, Fraction):
-            require_int("element_bytes", self.element_bytes)
-        if self.element_bytes <= 0 or (self.element_bytes * self.head_dim) % 1 != 0:
-            raise ValueError(
-                f"element_bytes must be positive and fill whole bytes over a head, got {self.element_bytes} "
-                f"with head_dim {self.head_dim}; use 2 (bf16), 1 (fp8, int8) or Fraction(1, 2) (int4)"
-            )
+            for of_tensor in (name, f"v_{name}"):
+                require_int(of_tensor, self._size(of_tensor), minimum=0)
+        require_int("precise_layers", self.precise_layers, minimum=0)
+        require_int("precise_element_bytes", self.precise_element_bytes)
+        if self.precise_layers > self.layers:
+            raise ValueError(f"precise_layers must be at most layers = {self.layers}, got {self.precise_layers}")
+        for name in ("element_bytes", "v_element_bytes"):
+            size = self._size(name)
+            if not isinstance(size, Fraction):
+                require_int(name, size)
+            if size <= 0 or (size * self.head_dim) % 1 != 0:
+                raise ValueError(
+                    f"{name} must be positive and fill whole bytes over a head, got {size} "
+                    f"with head_dim {self.head_dim}; use 2 (bf16), 1 (fp8, int8) or Fraction(1, 2) (int4)"
+                )
         if self.kv_heads % self.tensor_parallel != 0 and not self._replicates():
             raise ValueError(
                 f"tensor_parallel must divide kv_heads, got {self.tensor_parallel} devices for "
@@ -55,21 +68,55 @@ class KVShape:
         return 1 if self._replicates() else self.kv_heads // self.tensor_parallel
 
     @property
+    def uniform(self) -> bool:
+        """Whether the keys and the values of every layer take the same bytes."""
+        kinds = {self._head_bytes("")} | {self._head_bytes("v_")}
+        if self.precise_layers:
+            kinds |= {(self.head_dim * self.precise_element_bytes, 0)}
+        return len(kinds) == 1 or self.precise_layers == self.layers
+
+    @property
     def tensor_token_bytes(self) -> int:
-        """Bytes of one token in one tensor: the keys, or the values, of one layer."""
-        head_bytes = int(self.head_dim * self.element_bytes) + self.scale_bytes_per_token_head
-        return self.kv_heads_per_device * head_bytes
+        """Bytes of one token in one tensor: the keys, or the values, of one layer.
+
+        Raises:
+            ValueError: the tensors differ.
+        """
+        if not self.uniform:
+            raise ValueError(
+                "keys and values of all layers must take the same bytes where each is mapped by itself, got "
+                f"{self._head_bytes('')} and {self._head_bytes('v_')} bytes a head and scale, and "
+                f"{self.precise_layers} precise layers; store keys and values alike in every layer"
+            )
+        return self.token_bytes // (2 * self.layers)
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token over all layers, keys and values, without scales that are kept per block."""
-        return 2 * self.layers * self.tensor_token_bytes
+        by_head = self._head_bytes("")[0] + self._head_bytes("v_")[0]
+        precise = 2 * self.head_dim * self.precise_element_bytes
+        layers = self.layers - self.precise_layers
+        return self.kv_heads_per_device * (layers * by_head + self.precise_layers * precise)
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of `block_size` tokens over all layers, with all its scales."""
         require_int("block_size", block_size)
-        scale_bytes = 2 * self.layers * self.kv_heads_per_device * self.scale_bytes_per_block_head
+        by_head = self._head_bytes("")[1] + self._head_bytes("v_")[1]
+        scale_bytes = (self.layers - self.precise_layers) * self.kv_heads_per_device * by_head
         return block_size * self.token_bytes + scale_bytes
+
+    def _head_bytes(self, prefix: Literal["", "v_"]) -> tuple[int, int]:
+        """Bytes of a head of keys ("") or values ("v_"): of one token, and of the scale of a block."""
+        element_bytes, of_token, of_block = (
+            self._size(prefix + name)
+            for name in ("element_bytes", "scale_bytes_per_token_head", "scale_bytes_per_block_head")
+        )
+        return int(self.head_dim * element_bytes + of_token), int(of_block)
+
+    def _size(self, name: str) -> int | Fraction:
+        """A field of sizes; those of values are those of keys unless they are given."""
+        size = getattr(self, name)
+        return getattr(self, name.removeprefix("v_")) if size is None else size
 
     def _replicates(self) -> bool:
         return (

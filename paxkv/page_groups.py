@@ -25,9 +25,10 @@ class PageGroups:
 
     def __post_init__(self) -> None:
         require_int("page_bytes", self.page_bytes)
-        if self.shape.scale_bytes_per_block_head:
+        block_scales = (self.shape.scale_bytes_per_block_head, self.shape.v_scale_bytes_per_block_head)
+        if any(block_scales):
             raise ValueError(
-                f"shape must keep no scales per block, got {self.shape.scale_bytes_per_block_head} bytes per "
+                f"shape must keep no scales per block, got {max(filter(None, block_scales))} bytes per "
                 f"head; a contiguous range has no blocks, so use scale_bytes_per_token_head"
             )
 

@@ -5,10 +5,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Float32, Int32, Num
+from jaxtyping import Array, Float, Float32, Int32, Num, Shaped
 
 from pallas_kernels._contract import legal_in_ranges, settle
-from pallas_kernels._ragged import CACHED, check_array, check_options, check_ragged, require
+from pallas_kernels._ragged import CACHED, PACKED, check_array, check_options, check_ragged, require, same_scales
 from pallas_kernels.contiguous_attention import mosaic_tpu, reference, triton
 from pallas_kernels.dispatch import dispatch
 
@@ -23,14 +23,14 @@ BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
 
 def contiguous_attention(
     q: Float[Array, "tokens q_heads head_dim"],
-    k: Num[Array, "slots kv_heads head_dim"],
-    v: Num[Array, "slots kv_heads head_dim"],
+    k: Num[Array, "slots kv_heads k_width"],
+    v: Num[Array, "slots kv_heads v_width"],
     starts: Int32[Array, " seqs"],
     kv_lens: Int32[Array, " seqs"],
     cu_q_lens: Int32[Array, " seqs+1"],
     *,
-    k_scale: Float32[Array, "..."] | None = None,
-    v_scale: Float32[Array, "..."] | None = None,
+    k_scale: Shaped[Array, "..."] | None = None,
+    v_scale: Shaped[Array, "..."] | None = None,
     k_new: Float[Array, "tokens kv_heads head_dim"] | None = None,
     v_new: Float[Array, "tokens kv_heads head_dim"] | None = None,
     scale: float | None = None,
@@ -54,13 +54,15 @@ def contiguous_attention(
 
     Args:
       q: f32, bf16 or f16 queries of all sequences, one after another.
-      k: f32, bf16, f16, f8e4m3fn, f8e5m2 or int8 keys, the arena of one layer.
-      v: values, of k's shape and dtype.
+      k: f32, bf16, f16, f8e4m3fn, f8e5m2 or int8 keys, the arena of one layer; or u8 with half of head_dim, which are
+        4-bit integers packed by `pallas_kernels.int4`.
+      v: values, for as many slots and heads, of any of these dtypes.
       starts: first slot of each sequence.
       kv_lens: tokens stored per sequence, this call's included; 0 for a padded row.
       cu_q_lens: where each sequence's queries start, and last where the last one's end. Tokens beyond are padding.
-      k_scale: f32 factor of the stored keys: [] for the layer, [kv_heads], or [slots, kv_heads].
-      v_scale: that of the stored values, of k_scale's shape.
+      k_scale: factor of the stored keys, f32, bf16 or f8e8m0fnu: [] for the layer, [kv_heads] or
+        [slots, kv_heads].
+      v_scale: that of the stored values, of any of these shapes.
       k_new: keys of this call's tokens in q's dtype, read in place of what is stored at their positions, never scaled.
       v_new: values of this call's tokens, given with `k_new`.
       scale: factor of the logits, head_dim**-0.5 if None. Static under jit.
@@ -82,14 +84,15 @@ def contiguous_attention(
       ValueError: a shape, dtype or option is wrong; the message names it.
       NotImplementedError: no backend asked for exists or can do this call.
     """
-    check_array("k", k, ("slots", "kv_heads", "head_dim"), CACHED)
-    check_array("v", v, ("slots", "kv_heads", "head_dim"), CACHED)
+    check_array("k", k, ("slots", "kv_heads", "head_dim"), (*CACHED, PACKED))
+    check_array("v", v, ("slots", "kv_heads", "head_dim"), (*CACHED, PACKED))
     check_array("starts", starts, ("seqs",), ("int32",))
     options = check_options(
         q, scale=scale, window=window, soft_cap=soft_cap, return_lse=return_lse, max_q_len=max_q_len
     )
+    check_ragged(q, k, v, kv_lens, cu_q_lens, k_new=k_new, v_new=v_new, sinks=sinks)
+    k_scale, v_scale = same_scales(k_scale, v_scale, tuple(k.shape[:-1]))
     extras = {"k_scale": k_scale, "v_scale": v_scale, "k_new": k_new, "v_new": v_new, "sinks": sinks}
-    check_ragged(q, k, v, kv_lens, cu_q_lens, **extras)
     seqs = kv_lens.shape[0]
     require(starts.shape[0] == seqs, "starts", f"of length {seqs}, as kv_lens", starts.shape[0])
     starts, batch = legal_in_ranges(

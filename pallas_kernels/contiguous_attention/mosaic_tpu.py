@@ -17,8 +17,8 @@ MOST_BLOCK = 32  # slots; what a range has beyond whole blocks costs a DMA for e
 @jax.jit(static_argnames=("scale", "window", "soft_cap", "return_lse", "max_q_len", "interpret", "sizes"))
 def contiguous_attention(
     q: Float[Array, "tokens q_heads head_dim"],
-    k: Num[Array, "slots kv_heads head_dim"],
-    v: Num[Array, "slots kv_heads head_dim"],
+    k: Num[Array, "slots kv_heads k_width"],
+    v: Num[Array, "slots kv_heads v_width"],
     starts: Int32[Array, " seqs"],
     kv_lens: Int32[Array, " seqs"],
     cu_q_lens: Int32[Array, " seqs+1"],

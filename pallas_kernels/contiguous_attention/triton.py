@@ -11,8 +11,8 @@ from pallas_kernels._triton_attention import STATIC_OPTIONS, Tiling, attend
 @jax.jit(static_argnames=STATIC_OPTIONS)
 def contiguous_attention(
     q: Float[Array, "tokens q_heads head_dim"],
-    k: Num[Array, "slots kv_heads head_dim"],
-    v: Num[Array, "slots kv_heads head_dim"],
+    k: Num[Array, "slots kv_heads k_width"],
+    v: Num[Array, "slots kv_heads v_width"],
     starts: Int32[Array, " seqs"],
     kv_lens: Int32[Array, " seqs"],
     cu_q_lens: Int32[Array, " seqs+1"],

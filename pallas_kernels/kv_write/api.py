@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32, Num
+from jaxtyping import Array, Int32, Num, Shaped
 
 from pallas_kernels._ragged import CACHED, FLOATS, MAX_INT32, check_array, check_scales, require
 from pallas_kernels.dispatch import dispatch
@@ -27,9 +27,9 @@ class Written(NamedTuple):
 
     k: Num[Array, "slots kv_heads head_dim"]
     v: Num[Array, "slots kv_heads head_dim"]
-    k_scale: Float32[Array, "..."] | None  # as given, or with the scales of the tokens that were stored
-    v_scale: Float32[Array, "..."] | None
-    clipped: Int32[Array, ""]  # values of stored tokens past the largest of the pool, if by one rounding alone
+    k_scale: Shaped[Array, "..."] | None  # as given, or with the scales of the tokens that were stored
+    v_scale: Shaped[Array, "..."] | None
+    clipped: Int32[Array, ""]  # values of stored tokens more than half a step past the largest, or no numbers
     dropped: Int32[Array, ""]  # tokens that were not stored and are not padding
 
 
@@ -40,8 +40,8 @@ def kv_write(
     v_new: Num[Array, "tokens kv_heads head_dim"],
     slots: Int32[Array, " tokens"],
     *,
-    k_scale: Float32[Array, "..."] | None = None,
-    v_scale: Float32[Array, "..."] | None = None,
+    k_scale: Shaped[Array, "..."] | None = None,
+    v_scale: Shaped[Array, "..."] | None = None,
     backend: str | Sequence[str] | None = None,
 ) -> Written:
     """Stores each token's key and value in its slot and leaves every other slot as it is, bit for bit.
@@ -54,7 +54,8 @@ def kv_write(
     and reaches as far: to float32 exactly, to bfloat16 rounded to nearest even.
 
     With scales a pool holds what, times its scale, is nearest to the new values, ties to even. A value past the
-    dtype's largest (448 for e4m3fn, 57,344 for e5m2, 127 for int8) is stored as that, with its sign, and counted.
+    dtype's largest (448 for e4m3fn, 57,344 for e5m2, 127 for int8) is stored as that, with its sign, and counted if it
+    lies past it by more than half a step.
 
     - Given scales, for the layer or for each head, are divided by. A NaN is counted; float pools hold it, int8 holds 0.
     - Scales of each slot and head are written: the largest absolute value over the dtype's largest, so that nothing is
@@ -67,8 +68,8 @@ def kv_write(
       k_new: new keys, after RoPE.
       v_new: new values.
       slots: where each token goes.
-      k_scale: f32 scale of stored keys: [] for the layer and [kv_heads], which are given, or [slots, kv_heads], which
-        are written.
+      k_scale: scale of stored keys, f32, bf16 or f8e8m0fnu (which has no 0, and 2**-126 in its place): [] for the layer
+        and [kv_heads], which are given, or [slots, kv_heads], which are written.
       v_scale: that of stored values, of k_scale's shape.
       backend: None for what suits the platform; `xla`, `triton` (GPU), `mosaic_tpu`, or `interpret` for their kernels
         on a CPU; or names to try in turn. Static under jit.
@@ -104,12 +105,45 @@ def kv_write(
     shapes = [None if scales is None else tuple(scales.shape) for scales in (k_scale, v_scale)]
     require(shapes[0] == shapes[1], "v_scale", f"of k_scale's shape {shapes[0]}", shapes[1])
 
-    pools = (k_pool, v_pool) + ((k_scale, v_scale) if shapes[0] and len(shapes[0]) == 2 else ())
+    pools = (k_pool, v_pool)
+    if k_scale is not None and v_scale is not None and k_scale.ndim == 2:
+        pools = (*pools, k_scale, v_scale)
     rows, places, clipped, dropped = _prepare(k_pool, v_pool, k_new, v_new, slots, k_scale, v_scale)
-    stored = dispatch("kv_write", BACKENDS, backend, pools, rows, places)
+    stored = store_rows(pools, rows, places, backend=backend)
     if len(stored) == 4:
         k_scale, v_scale = stored[2:]
     return Written(stored[0], stored[1], k_scale, v_scale, clipped, dropped)
+
+
+def store_rows(
+    pools: tuple[Shaped[Array, "slots ..."], ...],
+    rows: tuple[Shaped[Array, "tokens ..."], ...],
+    slots: Int32[Array, " tokens"],
+    *,
+    backend: str | Sequence[str] | None = None,
+) -> tuple[Shaped[Array, "slots ..."], ...]:
+    """Stores row t of each of `rows` in slot `slots[t]` of its pool, bit for bit, as `kv_write` does once it quantised.
+
+    Args:
+      pools: what slots hold: keys, values, scales of slots.
+      rows: what is stored in each, of the pool's dtype.
+      slots: from 0; the number of slots stores nothing. No two tokens may share one.
+      backend: as for `kv_write`.
+
+    Returns:
+      The pools, in place where they are donated.
+
+    Raises:
+      ValueError: a shape or dtype is wrong; the message names it.
+      NotImplementedError: no backend asked for exists or can do this call.
+    """
+    check_array("slots", slots, ("tokens",), ("int32",))
+    for i, (pool, row) in enumerate(zip(pools, rows, strict=True)):
+        expected = (slots.shape[0], *pool.shape[1:])
+        require(tuple(row.shape) == expected, f"rows[{i}]", f"of shape {expected}", tuple(row.shape))
+        require(row.dtype == pool.dtype, f"rows[{i}]", f"of its pool's dtype {pool.dtype.name}", row.dtype.name)
+        require(pool.shape[0] == pools[0].shape[0], f"pools[{i}]", f"of {pools[0].shape[0]} slots", pool.shape[0])
+    return dispatch("kv_write", BACKENDS, backend, pools, rows, slots)
 
 
 @jax.jit
@@ -137,7 +171,9 @@ def _prepare(
 
 
 def _quantise(new: jax.Array, dtype: jnp.dtype, scale: jax.Array) -> Quantised:
-    return quantise_by_token(new, dtype) if scale.ndim == 2 else quantise(new, dtype, scale)
+    if scale.ndim == 2:
+        return quantise_by_token(new, dtype, scale.dtype)
+    return quantise(new, dtype, scale.astype(jnp.float32))
 
 
 def _converts(new: jnp.dtype, pool: jnp.dtype) -> bool:

@@ -45,4 +45,5 @@ def _select(pool: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
     writer = jnp.full(pool.shape[0], tokens, jnp.int32).at[slots].set(jnp.arange(tokens, dtype=jnp.int32), mode="drop")
     written = jax.lax.bitcast_convert_type(new, bits).at[writer].get(mode="clip")
     kept = jax.lax.bitcast_convert_type(pool, bits)
-    return jax.lax.bitcast_convert_type(jnp.where((writer < tokens)[:, None, None], written, kept), pool.dtype)
+    chosen = jnp.expand_dims(writer < tokens, tuple(range(1, pool.ndim)))
+    return jax.lax.bitcast_convert_type(jnp.where(chosen, written, kept), pool.dtype)

@@ -5,10 +5,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float, Float32, Int32, Num
+from jaxtyping import Array, Float, Float32, Int32, Num, Shaped
 
 from pallas_kernels._contract import legal_in_blocks, settle
-from pallas_kernels._ragged import CACHED, MAX_INT32, check_array, check_options, check_ragged, require
+from pallas_kernels._ragged import (
+    CACHED,
+    MAX_INT32,
+    PACKED,
+    check_array,
+    check_options,
+    check_ragged,
+    require,
+    same_scales,
+)
 from pallas_kernels.dispatch import dispatch
 from pallas_kernels.paged_attention import mosaic_tpu, reference, triton
 
@@ -23,14 +32,14 @@ BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
 
 def paged_attention(
     q: Float[Array, "tokens q_heads head_dim"],
-    k: Num[Array, "blocks block_size kv_heads head_dim"],
-    v: Num[Array, "blocks block_size kv_heads head_dim"],
+    k: Num[Array, "blocks block_size kv_heads k_width"],
+    v: Num[Array, "blocks block_size kv_heads v_width"],
     block_tables: Int32[Array, "seqs blocks_per_seq"],
     kv_lens: Int32[Array, " seqs"],
     cu_q_lens: Int32[Array, " seqs+1"],
     *,
-    k_scale: Float32[Array, "..."] | None = None,
-    v_scale: Float32[Array, "..."] | None = None,
+    k_scale: Shaped[Array, "..."] | None = None,
+    v_scale: Shaped[Array, "..."] | None = None,
     k_new: Float[Array, "tokens kv_heads head_dim"] | None = None,
     v_new: Float[Array, "tokens kv_heads head_dim"] | None = None,
     scale: float | None = None,
@@ -60,13 +69,15 @@ def paged_attention(
 
     Args:
       q: f32, bf16 or f16 queries of all sequences, one after another.
-      k: f32, bf16, f16, f8e4m3fn, f8e5m2 or int8 keys, the pool of one layer.
-      v: values, of k's shape and dtype.
+      k: f32, bf16, f16, f8e4m3fn, f8e5m2 or int8 keys, the pool of one layer; or u8 with half of head_dim, which are
+        4-bit integers packed by `pallas_kernels.int4`.
+      v: values, for as many slots and heads, of any of these dtypes.
       block_tables: block ids by sequence and order.
       kv_lens: tokens stored per sequence, this call's included; 0 for a padded row.
       cu_q_lens: where each sequence's queries start, and last where the last one's end. Tokens beyond are padding.
-      k_scale: f32 factor of the stored keys: [] for the layer, [kv_heads], or [blocks, block_size, kv_heads].
-      v_scale: that of the stored values, of k_scale's shape.
+      k_scale: factor of the stored keys, f32, bf16 or f8e8m0fnu: [] for the layer, [kv_heads], [blocks, kv_heads]
+        or [blocks, block_size, kv_heads].
+      v_scale: that of the stored values, of any of these shapes.
       k_new: keys of this call's tokens in q's dtype, read in place of what is stored at their positions and never
         scaled, so that a token meets itself unrounded. Their slots may hold anything, and their table entries too.
       v_new: values of this call's tokens, given with `k_new`.
@@ -89,14 +100,15 @@ def paged_attention(
       ValueError: a shape, dtype or option is wrong; the message names it.
       NotImplementedError: no backend asked for exists or can do this call.
     """
-    check_array("k", k, ("blocks", "block_size", "kv_heads", "head_dim"), CACHED)
-    check_array("v", v, ("blocks", "block_size", "kv_heads", "head_dim"), CACHED)
+    check_array("k", k, ("blocks", "block_size", "kv_heads", "head_dim"), (*CACHED, PACKED))
+    check_array("v", v, ("blocks", "block_size", "kv_heads", "head_dim"), (*CACHED, PACKED))
     check_array("block_tables", block_tables, ("seqs", "blocks_per_seq"), ("int32",))
     options = check_options(
         q, scale=scale, window=window, soft_cap=soft_cap, return_lse=return_lse, max_q_len=max_q_len
     )
+    check_ragged(q, k, v, kv_lens, cu_q_lens, k_new=k_new, v_new=v_new, sinks=sinks)
+    k_scale, v_scale = same_scales(k_scale, v_scale, tuple(k.shape[:-1]))
     extras = {"k_scale": k_scale, "v_scale": v_scale, "k_new": k_new, "v_new": v_new, "sinks": sinks}
-    check_ragged(q, k, v, kv_lens, cu_q_lens, **extras)
     seqs, positions = kv_lens.shape[0], block_tables.shape[1] * k.shape[1]
     require(block_tables.shape[0] == seqs, "block_tables", f"of {seqs} rows, as kv_lens", block_tables.shape[0])
     require(positions <= MAX_INT32, "block_tables", f"wide enough for at most {MAX_INT32} positions", positions)

@@ -9,8 +9,8 @@ from pallas_kernels._stream import Source, stream_attention
 @jax.jit(static_argnames=("scale", "window", "soft_cap", "return_lse", "max_q_len"))
 def paged_attention(
     q: Float[Array, "tokens q_heads head_dim"],
-    k: Num[Array, "blocks block_size kv_heads head_dim"],
-    v: Num[Array, "blocks block_size kv_heads head_dim"],
+    k: Num[Array, "blocks block_size kv_heads k_width"],
+    v: Num[Array, "blocks block_size kv_heads v_width"],
     block_tables: Int32[Array, "seqs blocks_per_seq"],
     kv_lens: Int32[Array, " seqs"],
     cu_q_lens: Int32[Array, " seqs+1"],

@@ -12,8 +12,8 @@ from pallas_kernels._triton_attention import STATIC_OPTIONS, Tiling, attend
 @jax.jit(static_argnames=STATIC_OPTIONS)
 def paged_attention(
     q: Float[Array, "tokens q_heads head_dim"],
-    k: Num[Array, "blocks block_size kv_heads head_dim"],
-    v: Num[Array, "blocks block_size kv_heads head_dim"],
+    k: Num[Array, "blocks block_size kv_heads k_width"],
+    v: Num[Array, "blocks block_size kv_heads v_width"],
     block_tables: Int32[Array, "seqs blocks_per_seq"],
     kv_lens: Int32[Array, " seqs"],
     cu_q_lens: Int32[Array, " seqs+1"],

@@ -100,14 +100,14 @@ WRITES = (
     Mutant(
         "clipped values not counted",
         quantise,
-        {"~(jnp.abs(scaled) <= largest(dtype))": "jnp.isnan(scaled)"},
+        {"~(jnp.abs(scaled) <= clip_limit(dtype))": "jnp.isnan(scaled)"},
         "xla",
         E4M3,
     ),
     Mutant(
-        "the largest counted as clipped",
+        "what rounds to the largest counted as clipped",
         quantise,
-        {"jnp.abs(scaled) <= largest": "jnp.abs(scaled) <= 0.9 * largest"},
+        {"return min(top + half_step": "return min(top - half_step"},
         "xla",
         E4M3,
     ),

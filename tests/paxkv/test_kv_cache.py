@@ -1,11 +1,16 @@
 """Blocks of a whole cache: every layer, keys and values alike, and no byte besides."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxkv.kv_cache import block_bytes, copy_blocks, copy_blocks_between, fill_blocks, init_kv_cache
+from paxkv.calibration import Calibration
+from paxkv.init_cache import init_kv_cache
+from paxkv.kv_cache import block_bytes, copy_blocks, copy_blocks_between, fill_blocks
+from paxkv.kv_format import scheme
 from tests.paxkv.oracles.caches import cache_of, keys_and_values
 from tests.paxkv.oracles.lockstep import ints
 
@@ -63,7 +68,7 @@ def test_a_fill_reaches_every_layer_and_no_other_block(value):
 
 
 def test_all_layers_are_copied_in_place_and_the_list_is_laid_out_once():
-    cache = jax.eval_shape(lambda: init_kv_cache(LAYERS, 512 * BLOCK_SIZE, KV_HEADS, HEAD_DIM, jnp.dtype("float32")))
+    cache = jax.eval_shape(lambda: init_kv_cache(LAYERS, 512 * BLOCK_SIZE, KV_HEADS, HEAD_DIM, scheme("f32")))
 
     def steps(cache, src, dst):
         return jax.lax.scan(lambda cache, _: (copy_blocks(cache, src, dst, BLOCK_SIZE), None), cache, length=3)[0]
@@ -75,8 +80,14 @@ def test_all_layers_are_copied_in_place_and_the_list_is_laid_out_once():
     assert memory.temp_size_in_bytes < cache_bytes / 50
 
 
-@pytest.mark.parametrize(("dtype", "expected"), [("bfloat16", 2_097_152), ("float32", 4_194_304), ("int8", 1_048_576)])
-def test_a_block_of_16_tokens_of_llama_3_8b_is_2_mib_in_bfloat16(dtype, expected):
-    """32 layers of 8 heads of 128 numbers, keys and values: 131,072 bytes a token in bfloat16."""
-    cache = jax.eval_shape(lambda: init_kv_cache(32, 10 * 16, 8, 128, jnp.dtype(dtype)))
-    assert block_bytes(cache, 16) == expected
+@pytest.mark.parametrize(
+    "name", ["bf16", "f32", "e4m3_none", "int8_token_head", "e4m3_block_head", "int4_token_head_k", "int8_head_v"]
+)
+def test_a_block_takes_the_bytes_that_capacity_counts(name):
+    """32 layers of 8 heads of 128 numbers, keys and values: 131,072 bytes a token in bfloat16, 2 MiB a block of 16."""
+    fmt = dataclasses.replace(scheme(name), precise_layers=(3, 5))
+    calibration = Calibration(*(np.ones((32, 8, 128), np.float32) for _ in range(2)), 1, rotated=False)
+    cache = jax.eval_shape(lambda: init_kv_cache(32, 160, 8, 128, fmt, block_size=16, calibration=calibration))
+    assert block_bytes(cache, 16) == fmt.shape(32, 8, 128).block_bytes(16)
+    if name in ("bf16", "f32"):
+        assert block_bytes(jax.eval_shape(lambda: init_kv_cache(32, 160, 8, 128, scheme("bf16"))), 16) == 2_097_152

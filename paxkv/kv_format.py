@@ -1,0 +1,223 @@
+"""In which form keys and values are stored: element type, scales, and what is kept as it is."""
+
+import dataclasses
+import re
+import typing
+from fractions import Fraction
+from typing import Literal
+
+import jax.numpy as jnp
+
+from paxkv.model_shapes import KVShape
+from paxkv.sizes import require_bool, require_int
+
+Element = Literal["f32", "bf16", "f16", "e4m3", "e5m2", "int8", "int4"]
+Granularity = Literal["none", "layer", "head", "channel", "block_head", "token_head"]
+ScaleType = Literal["f32", "bf16", "pow2"]
+Calibration = Literal["static", "first_write", "dynamic"]
+
+_DTYPES: dict[str, str] = {
+    "f32": "float32",
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "e4m3": "float8_e4m3fn",
+    "e5m2": "float8_e5m2",
+    "int8": "int8",
+    "int4": "int4",
+}
+_SCALE_DTYPES: dict[str, str] = {"f32": "float32", "bf16": "bfloat16", "pow2": "float8_e8m0fnu"}
+PLAIN: tuple[Element, ...] = ("f32", "bf16", "f16")
+# How the scales of each granularity can come about, the usual way first.
+CALIBRATIONS: dict[Granularity, tuple[Calibration, ...]] = {
+    "none": (),
+    "layer": ("static", "first_write"),
+    "head": ("static", "first_write"),
+    "channel": ("static", "first_write"),
+    "block_head": ("dynamic", "first_write"),
+    "token_head": ("dynamic",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class TensorFormat:
+    """How the keys, or the values, of a layer are stored.
+
+    Attributes:
+      element: type of what is stored. Anything narrower than 16 bits is quantised from bfloat16, as a server would.
+      granularity: what shares a scale: everything, without one (`none`, scale 1); a layer; a KV head; `channels`
+        neighbouring channels of a KV head (keys only); a block and KV head; or a token and KV head.
+      scale_type: of the scales: f32, bf16, or powers of two (`pow2`, one byte). Rounded up, so that nothing is clipped.
+      calibration: where scales come from: `static`, from a calibration that was made before; `first_write`, from the
+        first step that stores anything they apply to, after which larger values are clipped; `dynamic`, from the values
+        themselves: a block's scale grows with them, and what the block holds is quantised anew. None for the usual
+        one of the granularity.
+      channels: with granularity `channel`: how many share a scale; must divide head_dim.
+    """
+
+    element: Element = "bf16"
+    granularity: Granularity = "none"
+    scale_type: ScaleType = "f32"
+    calibration: Calibration | None = None
+    channels: int = 1
+
+    def __post_init__(self) -> None:
+        """Refuses words that are none and combinations that mean nothing; fills in the usual calibration."""
+        words = {"element": Element, "granularity": Granularity, "scale_type": ScaleType}
+        for name, choices in words.items():
+            if getattr(self, name) not in typing.get_args(choices):
+                raise ValueError(
+                    f"{name}: expected one of {', '.join(typing.get_args(choices))}, got {getattr(self, name)!r}"
+                )
+        if self.element in PLAIN and self.granularity != "none":
+            raise ValueError(
+                f"granularity: expected 'none' for elements of {self.element}, which are stored as they are, got "
+                f"{self.granularity!r}"
+            )
+        if self.element in ("int8", "int4") and self.granularity == "none":
+            raise ValueError(
+                f"granularity: expected one with scales for {self.element}, which without one holds whole numbers "
+                "only, got 'none'"
+            )
+        ways = CALIBRATIONS[self.granularity]
+        if self.calibration is None and ways:
+            object.__setattr__(self, "calibration", ways[0])
+        if self.calibration is not None and self.calibration not in ways:
+            raise ValueError(
+                f"calibration: expected {' or '.join(ways) or 'None'} for scales of granularity "
+                f"{self.granularity!r}, got {self.calibration!r}"
+            )
+        require_int("channels", self.channels)
+        if self.channels != 1 and self.granularity != "channel":
+            raise ValueError(
+                f"channels: expected 1 unless granularity is 'channel', got {self.channels} with {self.granularity!r}"
+            )
+        if self.scale_type != "f32" and self.granularity == "none":
+            raise ValueError(f"scale_type: expected 'f32' without scales, got {self.scale_type!r}")
+
+    @property
+    def quantised(self) -> bool:
+        """Whether values lose more than a rounding to 16 bits."""
+        return self.element not in PLAIN
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the elements."""
+        return jnp.dtype(_DTYPES[self.element])
+
+    @property
+    def scale_dtype(self) -> jnp.dtype:
+        """Of the scales."""
+        return jnp.dtype(_SCALE_DTYPES[self.scale_type])
+
+    @property
+    def element_bytes(self) -> int | Fraction:
+        """Bytes of an element, half a byte for 4-bit integers."""
+        return Fraction(1, 2) if self.element == "int4" else self.dtype.itemsize
+
+    def scale_bytes(self, granularity: Granularity) -> int:
+        """Bytes of one scale if they have this granularity, else 0."""
+        return self.scale_dtype.itemsize if self.granularity == granularity else 0
+
+
+@dataclasses.dataclass(frozen=True)
+class KVFormat:
+    """How the keys and values of a model are stored.
+
+    Attributes:
+      k: of the keys, after RoPE.
+      v: of the values.
+      precise: what is kept as it is, is kept in this.
+      precise_layers: layers whose keys and values are kept so.
+      rotate: multiply keys and queries by an orthonormal Hadamard matrix, which spreads outliers over the head and
+        leaves their products as they are; head_dim must be a power of two.
+    """
+
+    k: TensorFormat = TensorFormat()
+    v: TensorFormat = TensorFormat()
+    precise: Element = "bf16"
+    precise_layers: tuple[int, ...] = ()
+    rotate: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses what cannot be."""
+        if self.precise not in PLAIN:
+            raise ValueError(f"precise: expected one of {', '.join(PLAIN)}, got {self.precise!r}")
+        if self.v.granularity == "channel":
+            raise ValueError(
+                "v.granularity: expected another than 'channel', which is of keys: their factor goes into the queries, "
+                "and values have nothing like it"
+            )
+        for layer in self.precise_layers:
+            require_int("precise_layers", layer, minimum=0)
+        require_bool("rotate", self.rotate)
+
+    def of_layer(self, layer: int) -> "KVFormat":
+        """The format of one layer: equal for all that store alike."""
+        if layer in self.precise_layers:
+            return KVFormat(TensorFormat(self.precise), TensorFormat(self.precise), self.precise, rotate=self.rotate)
+        return dataclasses.replace(self, precise_layers=())
+
+    def shape(self, layers: int, kv_heads: int, head_dim: int) -> KVShape:
+        """What a token takes in this format, scales that lie beside the blocks included.
+
+        Raises:
+          ValueError: a precise layer does not exist, channels do not divide head_dim, or head_dim is odd in 4 bits.
+        """
+        check_shape(self, layers, head_dim)
+        return KVShape(
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            element_bytes=self.k.element_bytes,
+            scale_bytes_per_token_head=self.k.scale_bytes("token_head"),
+            scale_bytes_per_block_head=self.k.scale_bytes("block_head"),
+            v_element_bytes=self.v.element_bytes,
+            v_scale_bytes_per_token_head=self.v.scale_bytes("token_head"),
+            v_scale_bytes_per_block_head=self.v.scale_bytes("block_head"),
+            precise_layers=len(set(self.precise_layers)),
+            precise_element_bytes=TensorFormat(self.precise).dtype.itemsize,
+        )
+
+
+def check_shape(fmt: KVFormat, layers: int, head_dim: int) -> None:
+    """Refuses a format that a model of this shape cannot have.
+
+    Raises:
+      ValueError: see `KVFormat.shape`.
+    """
+    beyond = [layer for layer in fmt.precise_layers if layer >= layers]
+    if beyond:
+        raise ValueError(f"precise_layers: expected layers below {layers}, got {beyond}")
+    if fmt.k.granularity == "channel" and head_dim % fmt.k.channels:
+        raise ValueError(f"k.channels: expected a divisor of head_dim = {head_dim}, got {fmt.k.channels}")
+    if fmt.rotate and head_dim & (head_dim - 1):
+        raise ValueError(f"rotate: expected False unless head_dim is a power of two, got True with {head_dim}")
+    if "int4" in (fmt.k.element, fmt.v.element) and head_dim % 2:
+        raise ValueError(f"element: 'int4' packs pairs, so head_dim must be even, got {head_dim}")
+
+
+_SCHEME = re.compile(
+    rf"({'|'.join(typing.get_args(Element))})(?:_({'|'.join(typing.get_args(Granularity))}))?(?:_(k|v))?"
+)
+
+
+def scheme(name: str) -> KVFormat:
+    """The format of a short name: an element, what shares a scale, and `_k` or `_v` if it is of keys or values alone.
+
+    `bf16`, `e4m3_none`, `int8_token_head`, `e4m3_layer_k` and so on; the other tensor is then bf16.
+
+    Raises:
+      ValueError: the name is none.
+    """
+    match = _SCHEME.fullmatch(name)
+    if match is None:
+        raise ValueError(
+            "scheme: expected ELEMENT, ELEMENT_GRANULARITY or either with _k or _v, of the elements "
+            f"{', '.join(typing.get_args(Element))} and granularities {', '.join(typing.get_args(Granularity))}, "
+            f"got {name!r}"
+        )
+    element, granularity, only = match.groups()
+    # The pattern lets nothing else through.
+    tensor = TensorFormat(typing.cast(Element, element), typing.cast(Granularity, granularity or "none"))
+    plain = TensorFormat()
+    return KVFormat(k=plain if only == "v" else tensor, v=plain if only == "k" else tensor)
