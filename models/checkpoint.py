@@ -4,7 +4,6 @@ Weights are saved as NumPy arrays under the names of their places in the model, 
 devices, the machine or the folder it was written on, and can be loaded anywhere.
 """
 
-import dataclasses
 import hashlib
 import json
 import os
@@ -61,7 +60,7 @@ def save_checkpoint(
     ocp.save(str(partial / WEIGHTS), weights)
     # orbax writes the folder's full path into this file; only that the file is there means anything.
     (partial / WEIGHTS / "commit_success.txt").write_text("committed\n")
-    (partial / CONFIG).write_text(json.dumps(dataclasses.asdict(model.config), indent=2) + "\n")
+    (partial / CONFIG).write_text(json.dumps(model.config.as_dict(), indent=2) + "\n")
     for name, text in (files or {}).items():
         (partial / name).write_text(text)
     if final.exists():
@@ -79,7 +78,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Decoder:
     folder = pathlib.Path(path).resolve()
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"no checkpoint at {path}: {CONFIG} is missing")
-    config = DecoderConfig(**json.loads((folder / CONFIG).read_text()))
+    config = DecoderConfig.of_dict(json.loads((folder / CONFIG).read_text()))
     abstract = nnx.as_pure(nnx.state(abstract_decoder(config)))
     expected = _by_name(abstract)
     found = ocp.load(str(folder / WEIGHTS))
@@ -95,7 +94,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Decoder:
 def model_sha256(model: Decoder) -> str:
     """Hash of a model's config and weights, whatever files they came from: of name, type, shape and bytes of each."""
     _, params = make_decode(model)
-    digest = hashlib.sha256(json.dumps(dataclasses.asdict(model.config), sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(model.config.as_dict(), sort_keys=True).encode())
     for name, array in sorted(_by_name(params).items()):
         weights = np.asarray(array)
         digest.update(f"\n{name} {weights.dtype.str} {weights.shape}\n".encode())

@@ -236,7 +236,7 @@ def _describe(config: TrainConfig, corpus: Corpus) -> dict[str, Any]:
     # Where the checkpoint lies says nothing of how it came about.
     recipe = {k: v for k, v in dataclasses.asdict(config).items() if k not in ("out_dir", "overwrite")}
     return {
-        "config": recipe,
+        "config": recipe | {"model": config.model.as_dict()},
         "steps": config.steps,
         "bytes_seen": sum(phase.steps * phase.context * phase.batch for phase in config.phases),
         "text": "pydoc_data.topics",

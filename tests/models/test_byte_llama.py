@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from models.card import render_card
-from models.checkpoint import load_checkpoint, load_record
+from models.checkpoint import load_checkpoint, load_record, model_sha256
 from models.decoder import make_decode
 from models.evaluate import evaluate
 from models.text import load_corpus
@@ -43,13 +43,18 @@ def test_the_recorded_loss_clearly_beats_the_recorded_trigram():
 
 def test_the_record_is_of_the_committed_config(decode_and_params):
     config = draccus.parse(TrainConfig, config_path=ROOT / "configs" / "train" / "byte_llama.yaml", args=[])
-    recipe = dataclasses.asdict(config)
+    recipe = dataclasses.asdict(config) | {"model": config.model.as_dict()}
     record = load_record(BYTE_LLAMA)
     assert json.loads(json.dumps(recipe)) == record["config"] | {"out_dir": recipe["out_dir"], "overwrite": False}
     assert ROOT / config.out_dir == BYTE_LLAMA
-    assert dataclasses.asdict(load_checkpoint(BYTE_LLAMA).config) == record["config"]["model"]
+    assert load_checkpoint(BYTE_LLAMA).config.as_dict() == record["config"]["model"]
     assert record["parameters"] == sum(x.size for x in jax.tree.leaves(decode_and_params[1])) == 820_352
     assert record["config"]["model"]["q_heads"] >= 2 * record["config"]["model"]["kv_heads"]
+
+
+def test_the_model_is_known_by_the_same_hash_as_when_it_was_committed():
+    digest = "48433f93cadca0023282bcb10d9670df1d3a6bb9a0552b0a21dc41ea635bec18"
+    assert model_sha256(load_checkpoint(BYTE_LLAMA)) == digest
 
 
 def test_the_card_is_the_record():

@@ -12,6 +12,7 @@ from flax import nnx
 from models.checkpoint import load_checkpoint, model_sha256, save_checkpoint
 from models.config import DecoderConfig
 from models.decoder import Decoder, make_decode
+from tests.models.families import FAMILIES, random_model
 
 CONFIG = DecoderConfig(vocab=7, width=6, layers=12, q_heads=2, kv_heads=1, head_dim=4, ffn=5, tied_embeddings=False)
 
@@ -31,6 +32,15 @@ def test_a_model_comes_back_bit_for_bit(tmp_path):
     # Twelve layers: "10" sorts before "2".
     save_checkpoint(tmp_path / "model", make_model())
     assert_same(load_checkpoint(tmp_path / "model"), make_model())
+
+
+@pytest.mark.parametrize("param_dtype", ["float32", "bfloat16"])
+def test_a_model_of_another_family_comes_back_bit_for_bit(tmp_path, param_dtype):
+    model = random_model(dataclasses.replace(FAMILIES["gemma3"], param_dtype=param_dtype))
+    save_checkpoint(tmp_path / "model", model)
+    loaded = load_checkpoint(tmp_path / "model")
+    assert_same(loaded, model)
+    assert loaded.layers[0].attention.q_norm.scale[...].dtype == jnp.dtype(param_dtype)
 
 
 def test_a_checkpoint_can_be_moved_and_says_nothing_of_where_it_was(tmp_path):

@@ -1,75 +1,33 @@
-"""The decoder against a float64 decoder written apart from it, and under a cache small enough to read."""
+"""The decoder under a cache small enough to read; `test_families.py` has what the families differ in."""
 
 import dataclasses
-import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 from models.config import DecoderConfig
-from models.decoder import Decoder, DenseAttend, forward, make_decode, rope
+from models.decoder import forward, make_decode
+from models.dense_attend import DenseAttend
 from paxkv.kv_cache import AttentionSpec, KVCache, KVPool, LayerCache, no_cache
-
-# Three query heads to a KV head, and sizes that all differ, so that no two axes can be confused.
-CONFIG = DecoderConfig(vocab=19, width=20, layers=2, q_heads=6, kv_heads=2, head_dim=8, ffn=28, rope_theta=100.0)
-
-
-@functools.cache
-def make_model(config: DecoderConfig = CONFIG, seed: int = 0) -> Decoder:
-    """Random weights, larger than training starts with: attention is peaked, norms are not all one."""
-    graph, state = nnx.split(Decoder(config, rngs=nnx.Rngs(seed)))
-    leaves, structure = jax.tree.flatten(nnx.as_pure(state))
-    rng = np.random.default_rng(seed)
-    larger = [np.float32(2) * np.asarray(x) if x.ndim > 1 else rng.uniform(0.5, 2, x.shape) for x in leaves]
-    return nnx.merge(graph, structure.unflatten(jnp.asarray(x, jnp.float32) for x in larger))
+from tests.models.decoder_oracle import oracle_logits
+from tests.models.families import TINY as CONFIG
+from tests.models.families import by_name, random_model, random_tokens
 
 
-def reference_logits(model: Decoder, tokens: np.ndarray, positions: np.ndarray) -> np.ndarray:
-    """One sequence in float64: a loop over heads, RoPE by complex numbers, the whole score matrix."""
-    config = model.config
-
-    def weight(param):
-        return np.asarray(param[...], np.float64)
-
-    def norm(x, module):
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.norm_eps) * weight(module.scale)
-
-    def turn(x):
-        half = config.head_dim // 2
-        angles = np.outer(positions, [config.rope_theta ** (-2 * i / config.head_dim) for i in range(half)])
-        turned = (x[:, :half] + 1j * x[:, half:]) * np.exp(1j * angles)
-        return np.concatenate([turned.real, turned.imag], -1)
-
-    x = weight(model.embedding)[tokens]
-    for layer in model.layers:
-        h = norm(x, layer.attention_norm)
-        q_proj, k_proj, v_proj, o_proj = (
-            weight(getattr(layer.attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")
-        )
-        for q_head in range(config.q_heads):
-            kv_head = q_head // (config.q_heads // config.kv_heads)
-            q, k, v = turn(h @ q_proj[:, q_head]), turn(h @ k_proj[:, kv_head]), h @ v_proj[:, kv_head]
-            scores = q @ k.T / np.sqrt(config.head_dim)
-            scores[np.triu_indices(len(tokens), 1)] = -np.inf
-            p = np.exp(scores - scores.max(-1, keepdims=True))
-            x = x + p / p.sum(-1, keepdims=True) @ v @ o_proj[q_head]
-        h = norm(x, layer.ffn_norm)
-        gate, up = h @ weight(layer.ffn.gate_proj), h @ weight(layer.ffn.up_proj)
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ weight(layer.ffn.down_proj)
-    output = model.embedding if config.tied_embeddings else model.output
-    return norm(x, model.norm) @ weight(output).T
+def reference_logits(model, tokens, positions) -> np.ndarray:
+    return oracle_logits(model.config, by_name(make_decode(model)[1]), tokens, positions)
 
 
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class RowsAttend:
     """An `Attend` over `[seqs * max_len]` slots: token t belongs to sequence seq_ids[t]. Unused slots may be NaN."""
 
     seq_ids: jax.Array
     positions: jax.Array
-    max_len: int
+    max_len: int = dataclasses.field(metadata={"static": True})
 
     def of_layer(self, layer):
         return self, layer
@@ -123,17 +81,13 @@ def run_at(model, tokens, positions):
     return np.asarray(decode_one(*make_decode(model), *arrays))
 
 
-def random_tokens(count: int, seed: int = 0, vocab: int = CONFIG.vocab) -> np.ndarray:
-    return np.random.default_rng(seed).integers(0, vocab, count)
-
-
 @pytest.mark.parametrize(
     "changes",
     [{}, {"tied_embeddings": False}, {"q_heads": 2}, {"kv_heads": 1}, {"rope_theta": 1e4, "norm_eps": 0.1}],
     ids=["tied", "untied", "one query head per KV head", "one KV head", "other constants"],
 )
 def test_logits_equal_those_of_a_float64_decoder(changes):
-    model = make_model(dataclasses.replace(CONFIG, **changes))
+    model = random_model(dataclasses.replace(CONFIG, **changes))
     tokens = random_tokens(2 * 12).reshape(2, 12)
     logits = run_dense(model, tokens)
     for row in range(2):
@@ -142,20 +96,11 @@ def test_logits_equal_those_of_a_float64_decoder(changes):
         np.testing.assert_allclose(logits[row], expected, rtol=0, atol=1e-4)
 
 
-def test_rope_is_exact_at_the_last_trained_position():
-    # theta^(-2i/head_dim) by hand: 1, 1/10, 1/100, 1/1000.
-    turned = rope(
-        jnp.concatenate([jnp.ones((1, 1, 4)), jnp.zeros((1, 1, 4))], axis=-1), jnp.array([1023], jnp.int32), 1e4
-    )
-    angles = np.array([1023, 102.3, 10.23, 1.023])
-    np.testing.assert_allclose(np.asarray(turned)[0, 0], [*np.cos(angles), *np.sin(angles)], atol=1e-5)
-
-
 def test_a_token_changes_no_earlier_logits_and_every_later_one():
     tokens = random_tokens(16)
     changed = tokens.copy()
     changed[7] = (changed[7] + 1) % CONFIG.vocab
-    first, second = run_dense(make_model(), [tokens, changed])
+    first, second = run_dense(random_model(CONFIG), [tokens, changed])
     np.testing.assert_array_equal(first[:7], second[:7])
     assert (np.abs(first[7:] - second[7:]).max(axis=-1) > 1e-3).all()
 
@@ -170,7 +115,7 @@ def test_consecutive_query_heads_share_a_kv_head():
 
 
 def test_step_by_step_decoding_equals_one_pass():
-    model = make_model()
+    model = random_model(CONFIG)
     tokens = random_tokens(10)
     expected = reference_logits(model, tokens, np.arange(10))
     cache = empty_cache(CONFIG, 10)
@@ -181,7 +126,7 @@ def test_step_by_step_decoding_equals_one_pass():
 
 def test_a_sequence_in_a_ragged_batch_is_unmoved_by_its_neighbours():
     # Two prefill chunks and a decoding sequence, interleaved token by token, in two calls.
-    model = make_model()
+    model = random_model(CONFIG)
     lengths = (9, 5, 7)
     texts = [random_tokens(n, seed=n) for n in lengths]
     expected = [reference_logits(model, text, np.arange(len(text))) for text in texts]
@@ -196,7 +141,7 @@ def test_a_sequence_in_a_ragged_batch_is_unmoved_by_its_neighbours():
 
 
 def test_positions_are_those_given_and_only_their_distances_matter():
-    model = make_model()
+    model = random_model(CONFIG)
     tokens = random_tokens(8)
     at_zero = run_dense(model, [tokens])[0]
     moved, stretched = (run_at(model, tokens, np.arange(8) * step + start) for start, step in ((50, 1), (0, 3)))
@@ -206,7 +151,7 @@ def test_positions_are_those_given_and_only_their_distances_matter():
 
 
 def test_logits_come_for_the_selected_tokens_in_their_order():
-    model = make_model()
+    model = random_model(CONFIG)
     tokens = random_tokens(6)
     every = run(model, tokens, [0] * 6, range(6), empty_cache(CONFIG, 6), max_len=6)[0]
     some = run(model, tokens, [0] * 6, range(6), empty_cache(CONFIG, 6), max_len=6, select=[5, 0, 99, 5])[0]
@@ -215,7 +160,7 @@ def test_logits_come_for_the_selected_tokens_in_their_order():
 
 @pytest.mark.parametrize("bad", [-1, CONFIG.vocab])
 def test_an_id_outside_the_vocabulary_shows_and_harms_no_other_sequence(bad):
-    model = make_model()
+    model = random_model(CONFIG)
     tokens = random_tokens(4)
     good = run(model, tokens, [0, 0, 1, 1], [0, 1, 0, 1], empty_cache(CONFIG, 4), max_len=2)[0]
     tokens[1] = bad
@@ -233,8 +178,8 @@ def test_models_of_one_config_share_a_compiled_program():
         return forward(decode, params, tokens)
 
     tokens = jnp.zeros((1, 4), jnp.int32)
-    first, second = (step(*make_decode(make_model(seed=seed)), tokens) for seed in (0, 1))
+    first, second = (step(*make_decode(random_model(CONFIG, seed)), tokens) for seed in (0, 1))
     assert len(traces) == 1
     assert np.abs(np.asarray(first - second)).max() > 0.1
-    step(*make_decode(make_model(dataclasses.replace(CONFIG, rope_theta=50.0))), tokens)
+    step(*make_decode(random_model(dataclasses.replace(CONFIG, rope_theta=50.0))), tokens)
     assert len(traces) == 2
