@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import pathlib
-import shutil
 from collections.abc import Mapping
 from typing import Any
 
@@ -21,21 +20,12 @@ from orbax.checkpoint import v1 as ocp
 
 from models.config import DecoderConfig
 from models.decoder import Decode, Decoder, abstract_decoder, make_decode
+from models.whole_folder import whole_folder
 
 CONFIG = "config.json"
 RECORD = "training.json"  # how the weights came about
 CARD = "README.md"
 WEIGHTS = "weights"
-
-
-def check_free(path: str | os.PathLike[str], overwrite: bool) -> None:
-    """Refuses a path that is taken.
-
-    Raises:
-      FileExistsError: Something is there and `overwrite` is false.
-    """
-    if pathlib.Path(path).exists() and not overwrite:
-        raise FileExistsError(f"{path} exists; give another path, or set overwrite to replace it")
 
 
 def save_checkpoint(
@@ -50,22 +40,15 @@ def save_checkpoint(
     Raises:
       FileExistsError: `path` is taken and `overwrite` is false.
     """
-    final = pathlib.Path(path).resolve()
-    check_free(final, overwrite)
-    partial = final.with_name(final.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
     _, params = make_decode(model)
-    weights = {name: np.asarray(array) for name, array in _by_name(params).items()}
-    ocp.save(str(partial / WEIGHTS), weights)
-    # orbax writes the folder's full path into this file; only that the file is there means anything.
-    (partial / WEIGHTS / "commit_success.txt").write_text("committed\n")
-    (partial / CONFIG).write_text(json.dumps(model.config.as_dict(), indent=2) + "\n")
-    for name, text in (files or {}).items():
-        (partial / name).write_text(text)
-    if final.exists():
-        shutil.rmtree(final)
-    partial.rename(final)
+    weights = {name: np.asarray(array) for name, array in by_name(params).items()}
+    with whole_folder(path, overwrite=overwrite) as folder:
+        ocp.save(str(folder / WEIGHTS), weights)
+        # orbax writes the folder's full path into this file; only that the file is there means anything.
+        (folder / WEIGHTS / "commit_success.txt").write_text("committed\n")
+        (folder / CONFIG).write_text(json.dumps(model.config.as_dict(), indent=2) + "\n")
+        for name, text in (files or {}).items():
+            (folder / name).write_text(text)
 
 
 def load_checkpoint(path: str | os.PathLike[str]) -> Decoder:
@@ -80,13 +63,16 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Decoder:
         raise FileNotFoundError(f"no checkpoint at {path}: {CONFIG} is missing")
     config = DecoderConfig.of_dict(json.loads((folder / CONFIG).read_text()))
     abstract = nnx.as_pure(nnx.state(abstract_decoder(config)))
-    expected = _by_name(abstract)
+    expected = by_name(abstract)
     found = ocp.load(str(folder / WEIGHTS))
-    shapes = {name: array.shape for name, array in found.items()}
-    for name in sorted(expected.keys() | shapes.keys()):
-        want = expected[name].shape if name in expected else None
-        if shapes.get(name) != want:
-            raise ValueError(f"{path}: weight {name} should have shape {want}, found {shapes.get(name)}")
+    shapes, wanted = ({name: array.shape for name, array in some.items()} for some in (found, expected))
+    wrong = [
+        f"weight {name} should have shape {wanted.get(name)}, found {shapes.get(name)}"
+        for name in sorted(wanted.keys() | shapes.keys())
+        if shapes.get(name) != wanted.get(name)
+    ]
+    if wrong:
+        raise ValueError(f"{path}: " + "; ".join(wrong))
     params = jax.tree.structure(abstract).unflatten(jnp.asarray(found[name]) for name in expected)
     return Decode(config).model(params)
 
@@ -95,7 +81,7 @@ def model_sha256(model: Decoder) -> str:
     """Hash of a model's config and weights, whatever files they came from: of name, type, shape and bytes of each."""
     _, params = make_decode(model)
     digest = hashlib.sha256(json.dumps(model.config.as_dict(), sort_keys=True).encode())
-    for name, array in sorted(_by_name(params).items()):
+    for name, array in sorted(by_name(params).items()):
         weights = np.asarray(array)
         digest.update(f"\n{name} {weights.dtype.str} {weights.shape}\n".encode())
         digest.update(weights.tobytes())
@@ -107,7 +93,7 @@ def load_record(path: str | os.PathLike[str]) -> dict:
     return json.loads((pathlib.Path(path) / RECORD).read_text())
 
 
-def _by_name(weights: PyTree) -> dict[str, Any]:
+def by_name(weights: PyTree) -> dict[str, Any]:
     """Every weight under its path in the model, such as `layers.0.attention.q_proj`, in the order of the leaves."""
     leaves = jax.tree_util.tree_leaves_with_path(weights)
     return {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}

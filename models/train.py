@@ -28,12 +28,13 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from models.card import render_card
-from models.checkpoint import CARD, RECORD, check_free, save_checkpoint
+from models.checkpoint import CARD, RECORD, save_checkpoint
 from models.config import DecoderConfig
 from models.decoder import Decode, Decoder, Params, make_decode
 from models.evaluate import CONTEXTS, evaluate, token_nats
 from models.text import VOCAB, Bytes, Corpus, load_corpus
 from models.trigram import fit_trigram
+from models.whole_folder import check_free
 
 # The last steps whose mean loss is reported as training loss.
 TRAIN_LOSS_STEPS = 100
