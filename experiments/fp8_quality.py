@@ -44,11 +44,11 @@ def resolve(config: Config) -> Config:
     """
     for name in ("windows", "context", "calibration_windows", "chunk_tokens", "outlier_windows", "block_size"):
         require_int(name, getattr(config, name))
-    for name in ("schemes", "outlier_schemes", "block_sizes", "outlier_factors"):
+    for name in ("schemes", "outlier_schemes", "block_schemes", "block_sizes", "outlier_factors"):
         values = getattr(config, name)
         if len(set(values)) < len(values):
             raise ValueError(f"{name}: expected no value twice, got {list(values)}")
-    for name in (*config.schemes, *config.outlier_schemes):
+    for name in (*config.schemes, *config.outlier_schemes, *config.block_schemes):
         scheme(name)
     if len({text.kind for text in config.texts.values()}) < 2 and "file" not in {t.kind for t in config.texts.values()}:
         raise ValueError(f"texts: expected at least two kinds, as one alone misleads, got {list(config.texts)}")
@@ -64,7 +64,7 @@ def resolve(config: Config) -> Config:
     found = quality_evaluate.load(config)
     for factor in config.outlier_factors:
         found.with_outlier(factor)
-    for name in dict.fromkeys((*config.schemes, *config.outlier_schemes)):
+    for name in config.schemes:
         _capacity(config, found, scheme(name))
     texts = {name: dataclasses.replace(text, sha256=found.texts[name].sha256) for name, text in config.texts.items()}
     workload = with_sha256(config.workload)
@@ -95,7 +95,7 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
         errors = found.pop("attention_errors")
         layers += [{"case": case.name, "layer": i, "attention_error": error} for i, error in enumerate(errors)]
         results[case.name] = evaluation.summary(part.read_parquet("positions"), found, errors)
-        results[case.name] |= capacities[case.scheme] if case.block_size is None else {}
+        results[case.name] |= capacities.get(case.name, {})
     run_dir.write_parquet("layers", pl.DataFrame(layers))
     _compare_keys_with_values(results)
     results = {name: values | _unmet(name, values, config.expected.get(name, {})) for name, values in results.items()}
@@ -112,8 +112,7 @@ def _capacity(config: Config, evaluation: Evaluation, fmt: KVFormat) -> Any:
 def _capacities(config: Config, evaluation: Evaluation) -> dict[str, dict[str, Any]]:
     """Bytes, blocks and running requests of every scheme; schemes of equal blocks are served once."""
     workload = load_workload(config.workload, config.max_model_len, config.seed)
-    names = dict.fromkeys((*config.schemes, *config.outlier_schemes))
-    found = {name: _capacity(config, evaluation, scheme(name)) for name in names}
+    found = {name: _capacity(config, evaluation, scheme(name)) for name in config.schemes}
     running = {
         blocks: running_requests(
             blocks, config.block_size, workload, config.rows, config.max_model_len, config.token_budget

@@ -44,7 +44,8 @@ class Config:
     Attributes:
       experiment: `fp8_quality`.
       seed: of the workload's lengths and arrivals. Quality has no chance in it.
-      model: where the model lies.
+      model: where the model lies, in any format that `models` reads; `smollm2` for the one that `python -m models
+        fetch smollm2` brings.
       model_sha256: expected hash of its config and weights; empty accepts any, and the run fills it in.
       texts: what is read, by name: at least two kinds.
       windows: of each text.
@@ -54,7 +55,8 @@ class Config:
       reference: scheme of the cache that all are compared with: `f32` or `bf16`.
       schemes: what is compared, such as `e4m3_layer` or `int8_token_head_k`, which quantises keys alone.
       block_size: tokens in a block.
-      block_sizes: others, in which scales of blocks are other scales; all other schemes must not notice.
+      block_sizes: others, in which scales of blocks are other scales and no other scale is.
+      block_schemes: compared in each of those; one without scales of blocks must give the same logits, bit for bit.
       outlier_factors: powers of two by which one RoPE pair of the keys' weights is multiplied, and that of the queries'
         divided: the model stays the same, its keys get an outlier.
       outlier_pair: which pair.
@@ -96,6 +98,7 @@ class Config:
     )
     block_size: int = 16
     block_sizes: tuple[int, ...] = ()
+    block_schemes: tuple[str, ...] = ("e4m3_layer", "e4m3_block_head", "int8_token_head")
     outlier_factors: tuple[int, ...] = ()
     outlier_pair: int = 0
     outlier_schemes: tuple[str, ...] = ("f32", "e4m3_layer", "int8_layer", "int8_token_head")
@@ -115,5 +118,5 @@ def cases(config: Config) -> list[Case]:
     return [
         *(Case(name) for name in config.schemes),
         *(Case(name, factor=factor) for factor in factors for name in config.outlier_schemes),
-        *(Case(name, block_size=size) for size in sizes for name in config.schemes),
+        *(Case(name, block_size=size) for size in sizes for name in config.block_schemes),
     ]

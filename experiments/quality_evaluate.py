@@ -14,8 +14,10 @@ from experiments.quality_config import Case, Config
 from experiments.quality_forward import Subject, attention_errors, read
 from experiments.quality_texts import Text, Windows, cut, encode_text, load_text, token_sha256
 from models.calibrate import calibrate
-from models.checkpoint import load_checkpoint, model_sha256
+from models.checkpoint import model_sha256
 from models.decoder import make_decode
+from models.fetch import find_smollm2
+from models.formats.load import load_model, load_tokenizer
 from models.outliers import with_outlier
 from paxkv.calibration import Calibration
 from paxkv.kv_format import KVFormat, scheme
@@ -133,7 +135,8 @@ def load(config: Config) -> Evaluation:
       ValueError: they are not those that the config names, or do not suit one another.
       OSError: a file is missing.
     """
-    model = load_checkpoint(config.model)
+    path = find_smollm2() if str(config.model) == "smollm2" else config.model
+    model = load_model(path, dtype="float32")
     digest = model_sha256(model)
     if config.model_sha256 not in ("", digest):
         raise ValueError(
@@ -147,11 +150,12 @@ def load(config: Config) -> Evaluation:
             f"{config.context}"
         )
     texts = {name: load_text(name, text) for name, text in config.texts.items()}
+    encode = load_tokenizer(path).encode
     windows, calibration = {}, []
     for name, text in texts.items():
-        windows[name] = cut(encode_text(_encode, text.evaluated), config.windows, config.context, name)
+        windows[name] = cut(encode_text(encode, text.evaluated), config.windows, config.context, name)
         limit = config.calibration_windows * config.context + 1
-        own = encode_text(_encode, text.calibration, limit)
+        own = encode_text(encode, text.calibration, limit)
         calibration.append(cut(own, config.calibration_windows, config.context, f"{name} (its part for calibration)"))
     return Evaluation(
         config,
@@ -161,7 +165,3 @@ def load(config: Config) -> Evaluation:
         windows,
         np.concatenate(calibration)[:, :-1],
     )
-
-
-def _encode(text: str) -> list[int]:
-    return list(text.encode())

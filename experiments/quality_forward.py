@@ -73,9 +73,7 @@ def attention_errors(
     judged = _empty_cache(subject, len(tokens), fmt, calibration)
     sound = _empty_cache(subject, len(tokens), reference, calibration)
     pairs = zip(judged.layers, sound.layers, strict=True)
-    cache = KVCache(
-        tuple(_Judged(c.k, c.v, c.clipped, r, jnp.float32(0), jnp.float32(0)) for c, r in pairs if c is not None)
-    )
+    cache = KVCache(tuple(_Judged(c.k, c.v, c.clipped, r, jnp.float32(0), jnp.float32(0)) for c, r in pairs if c and r))
     _, cache = _read(subject, _JudgingDecode(subject.decode, reference), tokens, fmt, cache)
     return [float(jnp.sqrt(layer.difference / layer.size)) for layer in cache.layers if isinstance(layer, _Judged)]
 
@@ -155,6 +153,8 @@ class _Judge:
         spec: AttentionSpec,
     ) -> tuple[Float[Array, "tokens q_heads head_dim"], LayerCache | None]:
         """See `LayerAttend`."""
+        if not isinstance(cache, _Judged):
+            raise ValueError(f"cache: expected one that is read in two ways, got {type(cache).__name__}")
         out, stored = self.judged(q, k, v, cache, spec)
         sound, reference = self.reference(q, k, v, cache.reference, spec)
         difference = cache.difference + jnp.sum(jnp.square(out - sound), dtype=jnp.float32)
