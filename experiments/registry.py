@@ -41,6 +41,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "allocator_bench": "experiments.allocator_bench",
     "capacity": "experiments.capacity",
     "compile": "experiments.compile",
+    "fp8_quality": "experiments.fp8_quality",
     "fuzz": "experiments.fuzz",
     "kernel_bench": "experiments.kernel_bench",
     "paged_vs_contiguous": "experiments.paged_vs_contiguous",
