@@ -61,7 +61,7 @@ _SIZES = {
     "max_len": "context_length",
     "norm_eps": "attention.layer_norm_rms_epsilon",
 }
-_IMPLIED: Mapping[str, Mapping[str, bool]] = types.MappingProxyType(
+_IMPLIED: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
     {"llama": {}, "qwen2": {"attention_bias": True}, "qwen3": {"qk_norm": True}}
 )
 

@@ -119,7 +119,7 @@ def _put(like: Any, sharding: jax.sharding.Sharding, read: Callable[[Index], np.
             last[str(index)] = read(index)
         return last[str(index)]
 
-    return jax.make_array_from_callback(like.shape, sharding, part)
+    return jax.make_array_from_callback(like.shape, sharding, part)  # pyright: ignore[reportArgumentType]
 
 
 def _require_equal(source: str, name: str, head: Stored, embedding: Stored) -> None:
