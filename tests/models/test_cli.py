@@ -10,7 +10,7 @@ from models import cli
 from models.checkpoint import model_sha256
 from models.fetch import FetchError
 from models.formats import load_model, load_tokenizer, save_hugging_face
-from models.formats.tokenizers import byte_level_bpe
+from models.formats.tokenizers import begin_with, byte_level_bpe
 from models.names import find_model
 from models.stream import Speed
 from models.tokenizer import Bytes
@@ -65,6 +65,7 @@ def test_a_converted_model_is_the_same_and_reads_the_same(run, tmp_path, to):
 def test_a_tokenizer_goes_with_its_model(run, tmp_path):
     source, target = tmp_path / "source", tmp_path / "target"
     library = byte_level_bpe(["a", "b", "ab", "<s>"], ["a b"], [pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    begin_with(library, "<s>", 3)
     ids = {"bos_token_id": 3, "eos_token_id": [0, 1]}
     files = {"tokenizer.json": library.to_str()}
     save_hugging_face(source, load_model(find_model("byte_llama")), files, words=ids)

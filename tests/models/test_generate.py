@@ -85,7 +85,7 @@ def test_the_command_writes_the_text_alone_and_its_speed_aside(capsys):
 @pytest.mark.parametrize("at", [0, 4])
 def test_the_command_stops_where_the_model_ends_the_text(capsys, monkeypatch, at):
     tokens = without_cache(PROMPT, TOKENS)
-    monkeypatch.setattr(Bytes, "eos", (tokens[at],))
+    monkeypatch.setattr("models.stream.load_tokenizer", lambda path: Bytes(eos=(tokens[at],)))
     end = tokens.index(tokens[at])
     assert cli.main(GENERATE) == 0
     out, err = capsys.readouterr()
