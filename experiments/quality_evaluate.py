@@ -16,8 +16,8 @@ from experiments.quality_texts import Text, Windows, cut, encode_text, load_text
 from models.calibrate import calibrate
 from models.checkpoint import model_sha256
 from models.decoder import make_decode
-from models.fetch import find_smollm2
 from models.formats.load import load_model, load_tokenizer
+from models.names import find_model
 from models.outliers import with_outlier
 from paxkv.calibration import Calibration
 from paxkv.kv_format import KVFormat, scheme
@@ -135,7 +135,7 @@ def load(config: Config) -> Evaluation:
       ValueError: they are not those that the config names, or do not suit one another.
       OSError: a file is missing.
     """
-    path = find_smollm2() if str(config.model) == "smollm2" else config.model
+    path = find_model(config.model)
     model = load_model(path, dtype="float32")
     digest = model_sha256(model)
     if config.model_sha256 not in ("", digest):

@@ -8,12 +8,11 @@ from typing import Literal, get_args
 from models.checkpoint import save_checkpoint
 from models.config import Dtype
 from models.formats import load_model, load_tokenizer, save_hugging_face
-from models.formats.tokenizers import TOKENIZER
+from models.formats.tokenizers import IDS, TOKENIZER
 from models.tokenizer import Tokenizer
 
 Target = Literal["hugging_face", "checkpoint"]
 TARGETS: tuple[Target, ...] = get_args(Target)
-IDS = "tokenizer_config.json"  # which ids begin and end a text, where config.json does not say
 
 
 def convert(

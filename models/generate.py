@@ -1,164 +1,119 @@
-"""Text from a model, token by token, its keys and values in paged memory.
-
-The prompt is computed in one ragged chunk, padded so that prompts of similar length share a program; then one token a
-step. The model runs outside `jit`, so that each kind of layer is compiled once and a model of thirty layers starts as
-fast as one of two.
-"""
+"""Continues a text token by token, through the same paged memory that the engine serves from."""
 
 import dataclasses
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32, Key
 
-from models.config import Dtype
-from models.decoder import Decoder, Params, make_decode
+from models.decoder import Decode, Params
 from paxkv.forward import Reader, begin, extend
 from paxkv.init_cache import init_kv_cache
-from paxkv.kv_cache import KVCache
-from paxkv.kv_format import KVFormat, scheme
+from paxkv.kv_format import KVFormat
 from paxkv.outcomes import Outcome
 from paxkv.paged import Paged
 from paxkv.sampling import sample
+from paxkv.sizes import require_int
 
-BLOCK_SIZE = 16
-_SMALLEST_CHUNK = 16  # tokens of a prompt that are computed at once; chunks double from here
-_PLAIN: Mapping[Dtype, str] = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+SMALLEST = 16  # tokens that a prompt is padded to
 
 
 @dataclasses.dataclass(frozen=True)
-class Speed:
-    """How long a text took; compiling is part of the prompt's time, and of the first token's."""
+class Sampling:
+    """How tokens are chosen.
 
-    prompt_tokens: int
-    prefill_seconds: float
-    new_tokens: int
-    decode_seconds: float  # of all new tokens but the first, which the prefill gave
+    Raises:
+      ValueError: a number is out of range.
+    """
 
-    @property
-    def prefill_per_second(self) -> float:
-        """Tokens of the prompt per second."""
-        return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0.0
+    max_tokens: int = 64  # to add
+    temperature: float = 0.0  # 0 takes the best token each time
+    seed: int = 0
 
-    @property
-    def decode_per_second(self) -> float:
-        """New tokens per second, without the first."""
-        return (self.new_tokens - 1) / self.decode_seconds if self.decode_seconds else 0.0
+    def __post_init__(self) -> None:
+        if self.max_tokens < 1:
+            raise ValueError(f"max_tokens: expected at least 1, got {self.max_tokens}")
+        if not 0 <= self.temperature < float("inf"):
+            raise ValueError(f"temperature: expected 0 or more, got {self.temperature}")
 
 
-class Generation:
-    """Iterates over the new tokens of one prompt; `speed` is known at any time."""
+def generate(
+    decode: Decode,
+    params: Params,
+    prompt: Sequence[int],
+    sampling: Sampling,
+    *,
+    kv_format: KVFormat,
+    block_size: int = 16,
+) -> Iterator[int]:
+    """The tokens that follow a prompt, each as soon as it is known. Nothing ends them but their number.
 
-    def __init__(
-        self,
-        model: Decoder,
-        prompt: Sequence[int],
-        *,
-        max_tokens: int,
-        eos: Sequence[int] = (),
-        temperature: float = 0.0,
-        seed: int = 0,
-        kv_format: KVFormat | None = None,
-    ) -> None:
-        """Checks the request.
+    The prompt is computed in one step, in a batch of a power of two of tokens, so that prompts of most lengths share
+    compiled programs; then every step computes one token.
 
-        Args:
-          model: the decoder.
-          prompt: token ids.
-          max_tokens: most new tokens.
-          eos: ids that end the text; they are not given out.
-          temperature: 0 for the best token each time.
-          seed: of the draws.
-          kv_format: in which keys and values are kept; None for that of the activations.
+    Args:
+      decode: the model.
+      params: its weights.
+      prompt: token ids, at least one.
+      sampling: how many tokens, and how they are chosen.
+      kv_format: of the cache.
+      block_size: tokens in a block of the memory.
 
-        Raises:
-          ValueError: The prompt is empty, has ids outside the vocabulary, or is too long for the model.
-        """
-        config = model.config
-        if not prompt or not all(0 <= token < config.vocab for token in prompt):
-            raise ValueError(f"prompt: expected at least one id, each in [0, {config.vocab}), got {list(prompt)[:8]}")
-        if max_tokens < 1 or len(prompt) + max_tokens > config.max_len:
-            raise ValueError(
-                f"max_tokens: expected at least 1 and, with a prompt of {len(prompt)}, at most "
-                f"{config.max_len - len(prompt)}, as the model reads {config.max_len} tokens, got {max_tokens}"
-            )
-        if not temperature >= 0:
-            raise ValueError(f"temperature: expected at least 0, got {temperature}")
-        self._model, self._prompt, self._eos, self._max_tokens = model, list(prompt), frozenset(eos), max_tokens
-        self._temperature, self._key = temperature, jax.random.key(seed)
-        self._kv_format = kv_format or scheme(_PLAIN[config.dtype])
-        self.speed = Speed(len(prompt), 0.0, 0, 0.0)
-
-    def __iter__(self) -> Iterator[int]:
-        """The new tokens, each as soon as it is known."""
-        config, most = self._model.config, len(self._prompt) + self._max_tokens
-        # The padding of the prompt takes no slots; the chunk that it fills is a bound all the same.
-        blocks = -(-max(most, _chunk(len(self._prompt))) // BLOCK_SIZE)
-        memory = Paged(rows=1, max_len=blocks * BLOCK_SIZE, block_size=BLOCK_SIZE, num_blocks=blocks)
-        cache = init_kv_cache(
-            config.layers,
-            memory.num_slots,
-            config.kv_heads,
-            config.head_dim,
-            self._kv_format,
-            block_size=BLOCK_SIZE,
+    Raises:
+      ValueError: the prompt is empty, has ids that the model lacks, or is too long together with what is to follow;
+        or `block_size` is not positive.
+    """
+    require_int("block_size", block_size)
+    config = decode.config
+    length, end = len(prompt), len(prompt) + sampling.max_tokens
+    if not prompt:
+        raise ValueError("prompt: expected at least one token, got none")
+    if not 0 <= min(prompt) <= max(prompt) < config.vocab:
+        raise ValueError(f"prompt: expected ids from 0 to {config.vocab - 1}, got {min(prompt)} to {max(prompt)}")
+    if end > config.max_len:
+        raise ValueError(
+            f"max_tokens: expected at most {config.max_len - length} behind a prompt of {length} tokens, as the model "
+            f"reads {config.max_len}, got {sampling.max_tokens}"
         )
-        decode, params = make_decode(self._model)
-        reader = Reader(memory, decode, self._kv_format)
+    max_len = _padded(end)
+    memory = Paged(rows=1, max_len=max_len, block_size=block_size, num_blocks=-(-max_len // block_size))
+    cache = init_kv_cache(
+        config.layers, memory.num_slots, config.kv_heads, config.head_dim, kv_format, block_size=block_size
+    )
+    reader = Reader(memory, decode, kv_format)
+    state, _, outcome = begin(reader, memory.init(), length, end)
+    _require_ok(outcome)
 
-        began = time.perf_counter()
-        state, _, outcome = begin(reader, memory.init(), 0, most)
-        _require_ok(outcome)
-        token, state, cache = self._extend(reader, params, state, cache, self._prompt)
-        self.speed = Speed(len(self._prompt), time.perf_counter() - began, 1, 0.0)
-        while token not in self._eos:
-            yield token
-            if self.speed.new_tokens == self._max_tokens:
-                return
-            began = time.perf_counter()
-            token, state, cache = self._extend(reader, params, state, cache, [token])
-            seconds = self.speed.decode_seconds + time.perf_counter() - began
-            self.speed = dataclasses.replace(self.speed, new_tokens=self.speed.new_tokens + 1, decode_seconds=seconds)
-
-    def _extend(self, reader: Reader, params: Params, state: Any, cache: KVCache, tokens: Sequence[int]) -> tuple:
-        """Computes tokens behind what is stored, and draws the next."""
-        padded = np.zeros(_chunk(len(tokens)), np.int32)
-        padded[: len(tokens)] = tokens
+    tokens = jnp.asarray(np.pad(np.asarray(prompt, np.int32), (0, _padded(length) - length)))
+    new_tokens, last = jnp.full(1, length, jnp.int32), jnp.full(1, length - 1, jnp.int32)
+    one, first = jnp.ones(1, jnp.int32), jnp.zeros(1, jnp.int32)
+    key, temperature = jax.random.key(sampling.seed), jnp.full(1, sampling.temperature, jnp.float32)
+    for _ in range(sampling.max_tokens):
         state, cache, logits, outcome = extend(
-            reader,
-            params,
-            state,
-            cache,
-            jnp.asarray(padded),
-            jnp.asarray([len(tokens)], jnp.int32),
-            jnp.asarray([len(tokens) - 1], jnp.int32),
-            max_q_len=len(padded),
+            reader, params, state, cache, tokens, new_tokens, last, max_q_len=tokens.shape[0]
         )
         _require_ok(outcome)
-        drawn = jnp.int32(self.speed.new_tokens)
-        token = _draw(logits, jnp.float32(self._temperature), self._key, drawn)
-        return int(token[0]), state, cache
-
-
-def _chunk(tokens: int) -> int:
-    """Tokens that a step is compiled for: one, or a power of two."""
-    return 1 if tokens == 1 else max(_SMALLEST_CHUNK, 1 << (tokens - 1).bit_length())
-
-
-def _require_ok(outcome: jax.Array) -> None:
-    if outcome != Outcome.OK:
-        raise RuntimeError(f"a memory made for one request refused it: {Outcome(int(outcome)).name}")
+        tokens, key = _choose(logits, temperature, key)
+        new_tokens, last = one, first
+        yield int(tokens[0])
 
 
 @jax.jit
-def _draw(
-    logits: Float32[Array, "one vocab"],
-    temperature: Float32[Array, ""],
-    key: Key[Array, ""],
-    drawn: Int32[Array, ""],
-) -> Int32[Array, " one"]:
-    return sample(logits, temperature[None], jax.random.fold_in(key, drawn)[None])[0]
+def _choose(
+    logits: Float32[Array, "rows vocab"], temperatures: Float32[Array, " rows"], key: Key[Array, ""]
+) -> tuple[Int32[Array, " rows"], Key[Array, ""]]:
+    key, *keys = jax.random.split(key, logits.shape[0] + 1)
+    tokens, _ = sample(logits, temperatures, jnp.stack(keys))
+    return tokens, key
+
+
+def _padded(tokens: int) -> int:
+    return max(SMALLEST, 1 << (tokens - 1).bit_length())
+
+
+def _require_ok(outcome: Int32[Array, ""]) -> None:
+    """The memory is as large as the sequence, so that anything else is a defect of ours."""
+    if int(outcome) != Outcome.OK:
+        raise RuntimeError(f"memory: expected room for the whole sequence, got {Outcome(int(outcome)).name}")

@@ -151,7 +151,7 @@ class Layer(nnx.Module):
         return x + (self.ffn_post_norm(fed) if self.post_norms else fed), cache
 
 
-@jax.jit
+@jax.jit(donate_argnames="cache")
 def run_layer(
     layer: Layer,
     x: Float[Array, "tokens width"],
@@ -159,5 +159,8 @@ def run_layer(
     attend: LayerAttend,
     cache: LayerCache | None,
 ) -> tuple[Float[Array, "tokens width"], LayerCache | None]:
-    """`Layer.__call__`, compiled once for all layers of a kind."""
+    """`Layer.__call__`, compiled once for all layers of a kind.
+
+    Donates `cache`, so that a step outside of jit writes a few slots and does not copy all of them.
+    """
     return layer(x, positions, attend, cache)

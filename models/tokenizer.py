@@ -104,7 +104,8 @@ class TextStream:
         text = self._text()
         if text.endswith(_REPLACEMENT):
             return ""
-        self._told, self._held = self._held, []
+        if text:  # behind one that only marks, the next would look as at the beginning
+            self._told, self._held = self._held, []
         return text
 
     def finish(self) -> str:

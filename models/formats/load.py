@@ -115,6 +115,6 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         return load_tokenizer_json(place, described)
     if (place / _LLAMA2C_JSON).exists():
         return load_llama2c_json(place / _LLAMA2C_JSON)
-    if described.get("vocab") == Bytes().vocab:
+    if Bytes().vocab in (described.get("vocab"), described.get("vocab_size")):
         return Bytes()
     raise ValueError(f"{path}: expected {TOKENIZER}, or {_LLAMA2C_JSON}, in the folder; neither is there")
