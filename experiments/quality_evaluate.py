@@ -85,7 +85,9 @@ class Evaluation:
                 )
                 tables.append(quality_metrics.table(compared, name, i))
                 clipped += found.clipped
-            errors.append(attention_errors(subject, windows[0][:-1], fmt, scheme(self.config.reference), calibration))
+            if case.factor == 1:
+                sound = scheme(self.config.reference)
+                errors.append(attention_errors(subject, windows[0][:-1], fmt, sound, calibration))
         return pl.concat(tables), {
             "clipped": clipped,
             "attention_errors": np.mean(errors, axis=0).tolist() if errors else [],
