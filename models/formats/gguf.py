@@ -61,7 +61,7 @@ _SIZES = {
     "max_len": "context_length",
     "norm_eps": "attention.layer_norm_rms_epsilon",
 }
-_IMPLIED: Mapping[str, Mapping[str, bool]] = types.MappingProxyType(
+_IMPLIED: Mapping[str, Mapping[str, Any]] = types.MappingProxyType(
     {"llama": {}, "qwen2": {"attention_bias": True}, "qwen3": {"qk_norm": True}}
 )
 
@@ -142,7 +142,7 @@ def _config(path: str, words: Mapping[str, Any], *, tied: bool, dtype: Dtype) ->
             tied_embeddings=tied,
             dtype=dtype,
             param_dtype=dtype,
-            **_IMPLIED[kind],
+            **_IMPLIED[str(kind)],
         )
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{path}: metadata: {error}") from error
