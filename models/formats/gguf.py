@@ -142,7 +142,7 @@ def _config(path: str, words: Mapping[str, Any], *, tied: bool, dtype: Dtype) ->
             tied_embeddings=tied,
             dtype=dtype,
             param_dtype=dtype,
-            **_IMPLIED[kind],
+            **_IMPLIED[str(kind)],
         )
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{path}: metadata: {error}") from error

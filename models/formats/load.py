@@ -26,6 +26,7 @@ _EXPECTED = (
     f"and {WEIGHTS}/ (ours), a GGUF file, or a llama2.c file whose name ends in .bin"
 )
 _LLAMA2C_JSON = "tokenizer_llama2c.json"
+_IDS = "tokenizer_config.json"
 _LISTED = 8  # names of a folder without a model
 
 
@@ -112,7 +113,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
         raise ValueError(f"{path}: expected its tokenizer beside it, as {' or '.join(names)}")
     described = hugging_face.read_json(place / CONFIG)
     if (place / TOKENIZER).exists():
-        return load_tokenizer_json(place, described)
+        # Our own config says nothing of ids.
+        beside = hugging_face.read_json(place / _IDS) if kind == "checkpoint" and (place / _IDS).exists() else described
+        return load_tokenizer_json(place, beside)
     if (place / _LLAMA2C_JSON).exists():
         return load_llama2c_json(place / _LLAMA2C_JSON)
     if Bytes().vocab in (described.get("vocab"), described.get("vocab_size")):

@@ -113,7 +113,8 @@ def _put(like: Any, sharding: jax.sharding.Sharding, read: Callable[[Index], np.
     """Reads each device's part; devices that hold the same part are served by one reading."""
     last: dict[str, np.ndarray] = {}
 
-    def part(index: Index) -> np.ndarray:
+    def part(index: Index | None) -> np.ndarray:
+        index = index or ()  # of a scalar
         if str(index) not in last:
             last.clear()
             last[str(index)] = read(index)
