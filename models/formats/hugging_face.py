@@ -91,7 +91,7 @@ def load_hugging_face(
         raise ValueError(f"{folder / CONFIG}: {error}") from error
     if dtype is not None:
         config = dataclasses.replace(config, dtype=dtype, param_dtype=dtype)
-    ignored = [_IGNORED.format(i=i) for i in range(config.layers)]
+    ignored = (_IGNORED.format(i=i) for i in range(config.layers))
     with _open_tensors(folder) as found:
         table = TABLES[described["architectures"][0]]
         return assemble(str(folder), config, table, found, shardings, ignored=ignored)

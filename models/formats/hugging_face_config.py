@@ -39,6 +39,7 @@ _SIZES = {
 _ONLY = {
     "mlp_bias": (False,),
     "attention_bias": (False,),
+    "quantization_config": (None,),
     "use_sliding_window": (False,),
     "use_bidirectional_attention": (False,),
     "partial_rotary_factor": (1.0,),
@@ -47,6 +48,12 @@ _ONLY = {
 _ACTIVATIONS: Mapping[str, Activation] = {
     "silu": "silu",
     "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+# What each kind of RoPE scaling is given.
+_SCALINGS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
 }
 
 _GEMMAS = ("gemma2", "gemma3_text")
@@ -66,8 +73,11 @@ def config_from_json(json: Json) -> DecoderConfig:
     kind, implied = ARCHITECTURES[named[0]]
     _require_keys(json, kind)
     for key, known in _ONLY.items():
-        if json.get(key, known[0]) not in known:
+        if json.get(key) not in (None, *known):
             raise ValueError(f"{key}: expected {known[0]} in a {kind}, got {json[key]!r}")
+    for key in _SIZES.values():
+        if isinstance(json[key], bool) or not isinstance(json[key], int | float):
+            raise ValueError(f"{key}: expected a number, got {json[key]!r}")
     activation = json.get("hidden_activation") or json.get("hidden_act", "silu")
     if activation not in _ACTIVATIONS:
         raise ValueError(f"hidden_act: expected one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
@@ -190,15 +200,13 @@ def _scaling(words: Json) -> RopeScaling | None:
     kind = words.get("rope_type", words.get("type", "default"))
     if kind == "default":
         return None
-    if kind == "linear":
-        return RopeScaling("linear", words["factor"])
-    if kind == "llama3":
-        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        missing = [name for name in names if name not in words]
-        if missing:
-            raise ValueError(f"rope_scaling of type llama3: expected {', '.join(names)}; missing: {', '.join(missing)}")
-        return RopeScaling("llama3", *(words[name] for name in names))
-    raise ValueError(f"rope_type: expected default, linear or llama3, got {kind!r}")
+    if kind not in _SCALINGS:
+        raise ValueError(f"rope_type: expected default, {' or '.join(_SCALINGS)}, got {kind!r}")
+    names = _SCALINGS[kind]
+    missing = [name for name in names if name not in words]
+    if missing:
+        raise ValueError(f"rope_scaling of type {kind}: expected {', '.join(names)}; missing: {', '.join(missing)}")
+    return RopeScaling(kind, *(words[name] for name in names))
 
 
 def _windows(json: Json, kind: str) -> dict[str, Any]:

@@ -54,6 +54,8 @@ def assemble(
       ValueError: Tensors are missing, surplus or of another shape, all of them named; or the head of a model with tied
         embeddings is there and differs.
     """
+    if config.layers > len(found):  # before a list of so many is made
+        raise ValueError(f"{source}: expected weights of {config.layers} layers, got {len(found)} tensors in all")
     sizes, places, abstract = axis_sizes(config), _places(config, table), _abstract(config)
     weights = by_name(abstract)
     needed = dict(places[path] for path in weights)

@@ -75,7 +75,7 @@ def alone(name):
 
 @pytest.mark.parametrize(
     "name",
-    ["e4m3_token_head", "mixed", *(pytest.param(n, marks=pytest.mark.slow) for n in ("int4_token_head", "int8_head"))],
+    ["e4m3_token_head", *(pytest.param(name, marks=pytest.mark.soak) for name in FORMATS if name != "e4m3_token_head")],
 )
 def test_sharing_copying_and_swapping_change_no_token(name):
     tokens, totals, _ = serve(SHARING, FORMATS[name])

@@ -126,7 +126,10 @@ def test_constants_among_the_weights_of_old_files_mean_nothing(llama):
         ({"hidden_act": "relu"}, "hidden_act: expected one of silu.*got 'relu'"),
         ({"attention_bias": True}, "attention_bias: expected False in a llama, got True"),
         ({"torch_dtype": "float64"}, "torch_dtype: expected one of float32, .*got 'float64'"),
-        ({"hidden_size": "wide"}, "config.json: "),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling of type linear: expected factor; missing: factor"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: expected None in a llama, got {'bits': 4}"),
+        ({"hidden_size": "wide"}, "hidden_size: expected a number, got 'wide'"),
+        ({"num_hidden_layers": 10**9}, "expected weights of 1000000000 layers, got .* tensors in all"),
         ({"num_attention_heads": 5}, "kv_heads must divide q_heads"),
     ],
 )
@@ -134,6 +137,11 @@ def test_a_config_that_cannot_be_read_is_refused_in_words(llama, words, told):
     change_json(llama / "config.json", **words)
     with pytest.raises(ValueError, match=told):
         load_model(llama)
+
+
+def test_what_is_null_is_left_out(llama):
+    change_json(llama / "config.json", use_bidirectional_attention=None, attention_bias=None)
+    assert_same(load_model(llama), random_model(TINY))
 
 
 def test_broken_files_are_refused_by_name(llama):
