@@ -14,6 +14,8 @@ from experiments.workloads.workload import Workload
 from models.checkpoint import load_checkpoint, load_record, model_sha256
 from models.decoder import Decode, Params, make_decode
 from models.text import load_corpus
+from paxkv.engine import PLAIN_F32
+from paxkv.kv_format import KVFormat
 from paxkv.model_shapes import KVShape
 
 
@@ -22,13 +24,20 @@ class Inputs(NamedTuple):
 
     decode: Decode
     params: Params
-    shape: KVShape  # of its keys and values, in f32
+    shape: KVShape  # of its keys and values
     workload: Workload
     prompts: Int32[np.ndarray, "requests max_prompt"]
     facts: dict[str, Any]  # for the manifest
 
 
-def load_inputs(path: pathlib.Path, sha256: str, workload: WorkloadConfig, max_model_len: int, seed: int) -> Inputs:
+def load_inputs(
+    path: pathlib.Path,
+    sha256: str,
+    workload: WorkloadConfig,
+    max_model_len: int,
+    seed: int,
+    kv_format: KVFormat = PLAIN_F32,
+) -> Inputs:
     """Loads a checkpoint, and reads or draws requests whose prompts are pieces of its held-out text.
 
     Args:
@@ -37,6 +46,7 @@ def load_inputs(path: pathlib.Path, sha256: str, workload: WorkloadConfig, max_m
       workload: what is asked.
       max_model_len: most tokens of one sequence.
       seed: of lengths, arrivals and prompts, a stream each.
+      kv_format: how keys and values are stored.
 
     Raises:
       ValueError: the model is another one, or was not trained for so long sequences; or the workload contradicts
@@ -55,7 +65,7 @@ def load_inputs(path: pathlib.Path, sha256: str, workload: WorkloadConfig, max_m
             f"max_model_len: expected at most {model.config.max_len}, the context that {path} was trained for, got "
             f"{max_model_len}; scale the workload's lengths down instead"
         )
-    shape = KVShape(model.config.layers, model.config.kv_heads, model.config.head_dim, element_bytes=4)
+    shape = kv_format.shape(model.config.layers, model.config.kv_heads, model.config.head_dim)
     requests = load_workload(workload, max_model_len, seed)
     corpus = load_corpus()
     prompts = prompt_tokens(requests, seed, corpus.heldout.tobytes())

@@ -19,6 +19,7 @@ from paxkv.config import MemoryConfig, make_memory
 from paxkv.contiguous import VAttention
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine
+from paxkv.kv_format import KVFormat, scheme
 from paxkv.memory import KVMemory
 from paxkv.model_shapes import KVShape
 from paxkv.paged import Paged
@@ -60,6 +61,8 @@ class Config:
       steps_per_dispatch: steps between two looks of the host.
       kernels: backend of attention and cache writes; None picks the best for the device, `interpret` runs the kernels
         of GPUs in an interpreter, which is slow. Kernels that are named must give the tokens that `xla` gives.
+      kv_format: how keys and values are stored, such as `f32` or `e4m3_token_head`; its scales must need no
+        calibration.
       policy: whom the scheduler preempts and admits, and how. Only memories with `swap_space` can swap, the others
         compute again what a preemption took.
       cost: the modelled clock.
@@ -81,6 +84,7 @@ class Config:
     near_tie: float = 1e-4
     steps_per_dispatch: int = 16
     kernels: str | None = None
+    kv_format: str = "f32"
     policy: Policy = dataclasses.field(default_factory=Policy)
     cost: StepCost = dataclasses.field(default_factory=StepCost)
     memories: dict[str, MemoryConfig] = dataclasses.field(default_factory=dict)
@@ -146,7 +150,8 @@ def _prepare(config: Config) -> _Setup:
         raise ValueError(f"near_tie: expected a finite difference of logits, 0 or more, got {config.near_tie}")
     require_int("steps_per_dispatch", config.steps_per_dispatch)
     budget_bytes = kv_budget(parse_size(config.kv_memory, "kv_memory"), config.memory_fraction)
-    inputs = load_inputs(config.model, config.model_sha256, config.workload, config.max_model_len, config.seed)
+    fmt = _kv_format(config)
+    inputs = load_inputs(config.model, config.model_sha256, config.workload, config.max_model_len, config.seed, fmt)
     memories = {name: _make_memory(name, config, inputs.shape, budget_bytes) for name in config.memories}
     _check_swapping(config.policy, memories)
     engines = {
@@ -157,6 +162,7 @@ def _prepare(config: Config) -> _Setup:
             config.cost,
             config.kernels,
             config.policy if memory.host_blocks else dataclasses.replace(config.policy, preemption="recompute"),
+            kv_format=fmt,
         )
         for name, memory in memories.items()
     }
@@ -198,9 +204,26 @@ def _check_swapping(policy: Policy, memories: dict[str, KVMemory[Any]]) -> None:
         )
 
 
+def _kv_format(config: Config) -> KVFormat:
+    fmt = scheme(config.kv_format)
+    if "static" in (fmt.k.calibration, fmt.v.calibration):
+        raise ValueError(
+            "kv_format: expected one whose scales need no calibration, such as e4m3_token_head, got "
+            f"{config.kv_format!r}"
+        )
+    return fmt
+
+
 def _make_memory(name: str, config: Config, shape: KVShape, budget_bytes: int) -> KVMemory[Any]:
     try:
-        memory = make_memory(config.memories[name], shape, budget_bytes, config.rows, config.max_model_len)
+        memory = make_memory(
+            config.memories[name],
+            shape,
+            budget_bytes,
+            config.rows,
+            config.max_model_len,
+            kv_format=_kv_format(config).name,
+        )
     except ValueError as error:
         raise ValueError(f"memories.{name}: {error}") from error
     if memory.capacity * shape.token_bytes > budget_bytes:

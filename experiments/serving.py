@@ -11,11 +11,13 @@ import numpy as np
 import polars as pl
 
 from experiments.workloads.workload import Workload
+from paxkv.attend import block_size_of
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine, EngineState, StepRecord, all_ended, init_engine, output_tokens, run_steps
 from paxkv.init_cache import init_kv_cache
 from paxkv.kv_cache import KVCache
-from paxkv.kv_format import scheme
+from paxkv.kv_format import KVFormat
+from paxkv.memory import KVMemory
 from paxkv.model_shapes import KVShape
 from paxkv.outcomes import raise_on_fault
 from paxkv.requests import TICK_US, Reason, Requests, Status
@@ -48,7 +50,7 @@ def serve(
       params: weights of its model.
       requests: the workload on the device, perhaps with several sequences of each prompt.
       workload: the same on the host, for the exact arrival times.
-      shape: of the model's keys and values; the arrays are f32.
+      shape: of the model's keys and values.
       steps_per_dispatch: steps that run on the device between two looks of the host.
       on_dispatch: called with the number of requests that have ended since it was called last.
 
@@ -58,7 +60,7 @@ def serve(
       MemoryFaultError: the memory recorded a fault.
     """
     memory = engine.memory
-    cache = _allocate(shape, memory.num_slots)
+    cache = _allocate(shape, memory, engine.kv_format)
     state = init_engine(engine, requests, cache)
     begin = time.perf_counter()
     advance = run_steps.lower(engine, params, requests, state, steps_per_dispatch).compile()
@@ -97,10 +99,13 @@ def serve(
     )
 
 
-def _allocate(shape: KVShape, slots: int) -> KVCache:
+def _allocate(shape: KVShape, memory: KVMemory[Any], kv_format: KVFormat) -> KVCache:
     """The arrays of keys and values, or a sentence that says why there are none."""
+    slots = memory.num_slots
     try:
-        cache = init_kv_cache(shape.layers, slots, shape.kv_heads, shape.head_dim, scheme("f32"))
+        cache = init_kv_cache(
+            shape.layers, slots, shape.kv_heads, shape.head_dim, kv_format, block_size=block_size_of(memory)
+        )
         return jax.block_until_ready(cache)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

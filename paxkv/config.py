@@ -81,7 +81,9 @@ _KNOBS: dict[str, tuple[str, ...]] = {
 }
 
 
-def make_memory(config: MemoryConfig, shape: KVShape, budget_bytes: int, rows: int, max_len: int) -> KVMemory[Any]:
+def make_memory(
+    config: MemoryConfig, shape: KVShape, budget_bytes: int, rows: int, max_len: int, *, kv_format: str = "f32"
+) -> KVMemory[Any]:
     """The memory that `budget_bytes` pay for.
 
     Args:
@@ -90,6 +92,7 @@ def make_memory(config: MemoryConfig, shape: KVShape, budget_bytes: int, rows: i
       budget_bytes: bytes for keys and values. What does not fill a whole unit of the memory is left unused.
       rows: most sequences in flight.
       max_len: most tokens of one sequence.
+      kv_format: name of the format in which keys and values are stored; a prefix cache never hits those of another.
 
     Raises:
       ValueError: a knob is out of range or belongs to another kind, or the budget does not pay for one unit.
@@ -107,7 +110,7 @@ def make_memory(config: MemoryConfig, shape: KVShape, budget_bytes: int, rows: i
                 num_blocks=num_blocks,
                 watermark_blocks=_watermark(config, num_blocks),
                 free_order=config.free_order,
-                cache=_prefix_cache(config),
+                cache=_prefix_cache(config, kv_format),
                 lookahead=config.lookahead,
                 forks=config.forks,
                 host_blocks=parse_size(config.swap_space, "swap_space") // shape.block_bytes(config.block_size),
@@ -140,12 +143,13 @@ def make_memory(config: MemoryConfig, shape: KVShape, budget_bytes: int, rows: i
     raise ValueError(f"kind: expected one of {', '.join(get_args(MemoryKind))}, got {config.kind!r}")
 
 
-def _prefix_cache(config: MemoryConfig) -> PrefixCache | None:
+def _prefix_cache(config: MemoryConfig, kv_format: str) -> PrefixCache | None:
     if config.prefix_caching:
         return PrefixCache(
             publish=config.publish,
             duplicates=config.duplicates,
             eviction=config.eviction,
+            kv_format=kv_format,
             explain=config.explain_misses,
         )
     default = MemoryConfig()

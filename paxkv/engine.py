@@ -66,7 +66,7 @@ class Engine:
     cost: StepCost = dataclasses.field(default_factory=StepCost)
     backend: str | tuple[str, ...] | None = None  # of attention and cache writes
     policy: Policy = dataclasses.field(default_factory=Policy)
-    kv_format: KVFormat = PLAIN_F32
+    kv_format: KVFormat = PLAIN_F32  # in which keys and values are stored
     on_free: OnFree = "keep"  # what becomes of keys and values that nobody has a use for: a pass over memory if wiped
 
     def __post_init__(self) -> None:
@@ -77,6 +77,12 @@ class Engine:
             raise ValueError(
                 f"on_free: expected 'keep' with {type(self.memory).__name__} memory, which has no blocks, got "
                 f"{self.on_free!r}"
+            )
+        cache = self.memory.cache if isinstance(self.memory, Paged) else None
+        if cache is not None and cache.kv_format != self.kv_format.name:
+            raise ValueError(
+                f"kv_format: expected {cache.kv_format!r}, under which the memory's prefix cache knows its blocks, got "
+                f"{self.kv_format.name!r}; give both the same, as in PrefixCache(kv_format=engine.kv_format.name)"
             )
         if not isinstance(self.policy, Policy):
             raise ValueError(f"policy: expected a Policy, got {self.policy!r}")

@@ -95,6 +95,16 @@ class TensorFormat:
             raise ValueError(f"scale_type: expected 'f32' without scales, got {self.scale_type!r}")
 
     @property
+    def name(self) -> str:
+        """What tells this format from every other, in short: `e4m3_token_head`, `int8_head:pow2:first_write`."""
+        usual = (CALIBRATIONS[self.granularity] or (None,))[0]
+        marks = [self.element if self.granularity == "none" else f"{self.element}_{self.granularity}"]
+        marks += [self.scale_type] if self.scale_type != "f32" else []
+        marks += [str(self.calibration)] if self.calibration != usual else []
+        marks += [str(self.channels)] if self.channels != 1 else []
+        return ":".join(marks)
+
+    @property
     def quantised(self) -> bool:
         """Whether values lose more than a rounding to 16 bits."""
         return self.element not in PLAIN
@@ -150,6 +160,14 @@ class KVFormat:
         for layer in self.precise_layers:
             require_int("precise_layers", layer, minimum=0)
         require_bool("rotate", self.rotate)
+
+    @property
+    def name(self) -> str:
+        """What tells this format from every other, in short."""
+        words = [self.k.name if self.k == self.v else f"{self.k.name}+{self.v.name}"]
+        words += [f"{self.precise}{list(self.precise_layers)}"] if self.precise_layers else []
+        words += ["rotated"] if self.rotate else []
+        return "/".join(words)
 
     def of_layer(self, layer: int) -> "KVFormat":
         """The format of one layer: equal for all that store alike."""

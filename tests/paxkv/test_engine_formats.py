@@ -1,5 +1,6 @@
 """The engine over quantised caches: sharing, copying and swapping move scales with what they scale."""
 
+import dataclasses
 import functools
 
 import jax.numpy as jnp
@@ -57,6 +58,10 @@ def serve(memory, fmt, budget=16):
     cache = init_kv_cache(
         LAYERS, memory.num_slots, *shape[1:], fmt, block_size=memory.block_size, calibration=calibration
     )
+    if memory.cache is not None:
+        with pytest.raises(ValueError, match="kv_format: expected 'f32', under which the memory's prefix cache"):
+            Engine(memory, fake_model.decode, budget, kv_format=fmt)
+        memory = dataclasses.replace(memory, cache=PrefixCache(kv_format=fmt.name))
     policy = Policy(preemption="swap" if memory.host_blocks else "recompute")
     engine = Engine(memory, fake_model.decode, budget, policy=policy, kv_format=fmt)
     state = init_engine(engine, requests, cache)

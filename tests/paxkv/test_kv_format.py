@@ -47,6 +47,15 @@ def test_tensors_that_differ_have_no_size_in_common():
     assert TensorFormat("int4", "head").element_bytes == Fraction(1, 2)
 
 
+def test_a_name_tells_a_format_from_every_other():
+    for name in ("f32", "bf16", "e4m3_token_head", "int8_head", "e5m2_none"):
+        assert scheme(name).name == name.removesuffix("_none")
+    token = TensorFormat("int8", "token_head", "pow2")
+    fmt = KVFormat(token, TensorFormat("e4m3", "block_head", calibration="first_write"), "f16", (1, 3), rotate=True)
+    assert fmt.name == "int8_token_head:pow2+e4m3_block_head:first_write/f16[1, 3]/rotated"
+    assert KVFormat(k=TensorFormat("int8", "channel", channels=4)).name == "int8_channel:4+bf16"
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
