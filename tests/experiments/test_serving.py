@@ -9,6 +9,7 @@ from experiments.serving import _allocate, serve
 from experiments.workloads import Provenance, Workload
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine
+from paxkv.kv_format import scheme
 from paxkv.model_shapes import KVShape
 from paxkv.outcomes import MemoryFaultError
 from paxkv.paged import Paged
@@ -89,4 +90,8 @@ def test_a_run_that_outlasts_the_modelled_clock_stops():
 
 def test_keys_and_values_that_no_device_can_hold_are_refused_in_words():
     with pytest.raises(ValueError, match="no room for keys and values of 2147483647 slots"):
-        _allocate(KVShape(layers=8, kv_heads=8, head_dim=128, element_bytes=4), 2**31 - 1)
+        _allocate(
+            KVShape(layers=8, kv_heads=8, head_dim=128, element_bytes=4),
+            Paged(rows=1, max_len=1, block_size=1, num_blocks=2**31 - 1),
+            scheme("f32"),
+        )

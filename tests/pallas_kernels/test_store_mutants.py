@@ -93,7 +93,7 @@ WRITES = (
     Mutant(
         "not divided by the scale",
         quantise,
-        {"new.astype(jnp.float32) / jnp": "new.astype(jnp.float32) * jnp"},
+        {"new.astype(jnp.float32) / scale": "new.astype(jnp.float32) * scale"},
         "xla",
         INT8,
     ),
@@ -169,7 +169,7 @@ WRITES = (
     Mutant(
         "first token stored nowhere",
         write_reference,
-        {"(writer < tokens)": "((writer > 0) & (writer < tokens))"},
+        {"expand_dims(writer < tokens,": "expand_dims((writer > 0) & (writer < tokens),"},
         "xla",
         BFLOAT16,
     ),
