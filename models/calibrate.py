@@ -11,7 +11,7 @@ from models.decoder import Decode, Params
 from models.dense_attend import DenseAttend
 from paxkv.calibration import Calibration
 from paxkv.kv_cache import AttentionSpec, KVCache, KVPool, LayerAttend, LayerCache
-from paxkv.kv_store import rotate
+from paxkv.kv_store import rotate, rounded_first
 
 
 def calibrate(
@@ -64,12 +64,7 @@ class _Watch:
             raise ValueError("cache: expected the largest values so far, got None")
         out, _ = DenseAttend(batch=1)(q, k, v, None, spec)
         keys, values = (
-            KVPool(jnp.maximum(pool.data, jnp.max(jnp.abs(_as_stored(x)), axis=0)))
+            KVPool(jnp.maximum(pool.data, jnp.max(jnp.abs(rounded_first(x)), axis=0)))
             for pool, x in ((cache.k, rotate(k) if self.rotated else k), (cache.v, v))
         )
         return out, LayerCache(keys, values, cache.clipped)
-
-
-def _as_stored(x: Float[Array, "tokens kv_heads head_dim"]) -> Float[Array, "tokens kv_heads head_dim"]:
-    """Rounded as a quantised cache rounds before it divides."""
-    return x.astype(jnp.bfloat16).astype(jnp.float32)

@@ -7,8 +7,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int8, UInt8
 
-LARGEST = 7  # kept symmetric: -8 is never stored
-
 
 def pack_int4(values: Int8[Array, "*rows width"]) -> UInt8[Array, "*rows half_width"]:
     """Packs integers of -8 to 7; `width` must be even."""

@@ -47,7 +47,7 @@ def store(
     pools, new = [], []
     for tensor, pool, x in ((fmt.k, cache.k, rotate(k) if fmt.rotate else k), (fmt.v, cache.v, v)):
         if tensor.quantised:
-            x = x.astype(jnp.bfloat16).astype(jnp.float32)
+            x = rounded_first(x)
             pool = _with_scales_for(tensor, pool, x, places)
         pools.append(pool)
         new.append(_encode(tensor, pool, x, places))
@@ -75,6 +75,11 @@ def queries(
         factor = jnp.repeat(keys.factor, q.shape[1] // keys.factor.shape[0], axis=0)
         q = (q.astype(jnp.float32) * factor[None]).astype(q.dtype)
     return q
+
+
+def rounded_first(x: Float[Array, "*shape"]) -> Float32[Array, "*shape"]:
+    """Keys or values as they are before they are quantised: see above."""
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
 def rotate(x: Float[Array, "tokens heads head_dim"]) -> Float[Array, "tokens heads head_dim"]:

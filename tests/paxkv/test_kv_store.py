@@ -229,7 +229,7 @@ def test_coarser_scales_are_rounded_up_and_clip_nothing(granularity, scale_type)
         assert relative(found, np.asarray(x)) < 0.04
 
 
-def stored(values, fmt, tensor="k"):
+def stored(values, fmt):
     """One token of the values, through `store`: what the pool then holds, and how many were clipped."""
     x = jnp.asarray(values, jnp.float32).reshape(1, 1, -1)
     cache = init_kv_cache(1, 4, 1, x.shape[2], fmt, block_size=2, calibration=None).layers[0]
