@@ -8,6 +8,7 @@ import pytest
 from pallas_kernels import _stream
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
+from tests.pallas_kernels.attention_oracle import attend
 
 
 @pytest.mark.parametrize(
@@ -80,3 +81,40 @@ def test_a_donated_cache_is_written_and_read_without_a_copy_of_it_or_of_the_tabl
     assert memory.alias_size_in_bytes == 2 * pool_bytes
     # Each table row is full, so the gathered table would be another copy of the pool.
     assert memory.temp_size_in_bytes < pool_bytes / 4
+
+
+@pytest.mark.parametrize("window", [None, 4, 30])
+@pytest.mark.parametrize("new", [False, True], ids=["stored", "new"])
+@pytest.mark.parametrize("first_tokens", [1, 5, 150])
+def test_first_positions_are_read_from_beside_the_cache(first_tokens, new, window):
+    """Slots of theirs hold NaN, as do those of this call's tokens where they come from beside the cache, too."""
+    rng = np.random.default_rng(first_tokens)
+    kv_lens, q_lens, block_size, heads, width = [200, 3, 7, 160, 0], [1, 3, 5, 30, 0], 8, 2, 16
+    tokens, seqs = sum(q_lens) + 2, len(kv_lens)
+    keys, values = ([rng.normal(size=(n, heads, width)) for n in kv_lens] for _ in range(2))
+    q = rng.normal(size=(tokens, 4, width)).astype(np.float32)
+    cu_q_lens = np.concatenate([[0], np.cumsum(q_lens)]).astype(np.int32)
+    table = rng.permutation(seqs * 25).reshape(seqs, 25).astype(np.int32)
+    pools = np.full((2, seqs * 25 * block_size, heads, width), np.nan, np.float32)
+    firsts = np.full((2, seqs, first_tokens, heads, width), np.nan, np.float32)
+    news = np.full((2, tokens, heads, width), np.nan, np.float32)
+    for s, (n, m) in enumerate(zip(kv_lens, q_lens, strict=True)):
+        for p in range(n):
+            where = (slice(None), s, p) if p < first_tokens else None
+            item = np.stack([keys[s][p], values[s][p]])
+            if new and p >= n - m:
+                news[:, cu_q_lens[s] + p - (n - m)] = item
+            elif where is not None:
+                firsts[where] = item
+            else:
+                pools[:, table[s, p // block_size] * block_size + p % block_size] = item
+    k, v = (jnp.asarray(pool.reshape(-1, block_size, heads, width)) for pool in pools)
+    arguments = dict(zip(("k_first", "v_first"), map(jnp.asarray, firsts), strict=True))
+    if new:
+        arguments |= dict(zip(("k_new", "v_new"), map(jnp.asarray, news), strict=True))
+    lengths = (jnp.asarray(table), jnp.asarray(kv_lens, jnp.int32), jnp.asarray(cu_q_lens))
+    out = paged_attention(jnp.asarray(q), k, v, *lengths, window=window, max_q_len=30, backend="xla", **arguments)
+    expected = attend(q, keys, values, kv_lens, cu_q_lens, window=window).out
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+    with pytest.raises(NotImplementedError, match="k_first: the backend 'triton_interpret' has none; use 'xla'"):
+        paged_attention(jnp.asarray(q), k, v, *lengths, backend="triton_interpret", **arguments)
