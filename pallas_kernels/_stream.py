@@ -41,6 +41,22 @@ Softmax = tuple[
 ]
 
 
+# Positions of places `[tiles, kv_tile]` in a source; anything for a place past the sequence's end.
+PositionsOf = SlotsOf
+# Given bounds `[tiles]` of positions, those of the places in a source that hold them all, and perhaps some beside.
+SpanOf = Callable[
+    [Int32[Array, " tiles"], Int32[Array, " tiles"], Int32[Array, " tiles"]],
+    tuple[Int32[Array, " tiles"], Int32[Array, " tiles"]],
+]
+
+
+class Sparse(typing.NamedTuple):
+    """Where a source's places do not hold one position after another: they rise, with gaps."""
+
+    positions_of: PositionsOf
+    span_of: SpanOf
+
+
 class Source(typing.NamedTuple):
     """Keys and values of some positions, and where they lie. A slot that no query sees may hold anything."""
 
@@ -48,8 +64,12 @@ class Source(typing.NamedTuple):
     v: Num[Array, "slots kv_heads head_dim"]
     k_scale: Float32[Array, "..."] | None  # [], [kv_heads] or [slots, kv_heads]
     v_scale: Float32[Array, "..."] | None
-    slots_of: SlotsOf
-    capacity: int  # most positions of one sequence
+    slots_of: SlotsOf  # of places
+    capacity: int  # most places of one sequence
+    sparse: Sparse | None = None  # None: a position's place is itself
+
+
+Span = tuple[Int32[Array, " tiles"], Int32[Array, " tiles"]]
 
 
 class Part(typing.NamedTuple):
@@ -264,14 +284,17 @@ def _attend(
         queries = by_kv_head(q.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32) * scale)
         query_positions = jnp.repeat(some.first_positions[:, None] + offsets, group, axis=1)
 
-        def over(source: Source, kv_tile: int, starts: Array, ends: Array, state: Softmax) -> Softmax:
+        def over(source: Source, kv_tile: int, starts: Array, ends: Array, state: Softmax, see: Span) -> Softmax:
             def step(j: Int32[Array, ""], state: Softmax) -> Softmax:
                 # Seen as changing with j, the pools stay as they are. XLA on a CPU would otherwise gather bfloat16 from
                 # a float32 copy of the whole pool, made ahead of the loop.
                 (k, v, k_scale, v_scale), j = jax.lax.optimization_barrier((source[:4], j))
-                positions = starts[:, None] + j * kv_tile + jnp.arange(kv_tile, dtype=jnp.int32)[None]
-                used = positions < ends[:, None]
-                slots = source.slots_of(some.seq_ids, positions)
+                places = starts[:, None] + j * kv_tile + jnp.arange(kv_tile, dtype=jnp.int32)[None]
+                positions, used = places, places < ends[:, None]
+                if source.sparse is not None:
+                    positions = source.sparse.positions_of(some.seq_ids, places)
+                    used &= (positions >= see[0][:, None]) & (positions < see[1][:, None])
+                slots = source.slots_of(some.seq_ids, places)
                 now = source._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
                 keys, values = load_tile(now, slots, used)
                 scores = jnp.einsum("chqd,chtd->chqt", queries, keys, precision=jax.lax.Precision.HIGHEST)
@@ -284,16 +307,21 @@ def _attend(
         state, begun = begin(sinks, head_dim), some.kv_starts
         for part in parts:
             ends = part.ends_of(some)
-            start, end = begun, jnp.minimum(ends, some.kv_ends)
+            see = start, end = begun, jnp.minimum(ends, some.kv_ends)
+            if part.source.sparse is not None:
+                start, end = part.source.sparse.span_of(some.seq_ids, start, end)
             for kv_tile in part.kv_tiles:
                 # Whole tiles, but for the last size, which takes what is left.
                 stop = end if kv_tile == part.kv_tiles[-1] else start + jnp.maximum(end - start, 0) // kv_tile * kv_tile
-                state = over(part.source, kv_tile, start, stop, state)
+                state = over(part.source, kv_tile, start, stop, state, see)
                 start = stop
             begun = jnp.maximum(begun, ends)
         maximum, denominator, weighted = state
-        # A query sees at least itself, so only rows that are dropped here can divide by 0.
-        found = (weighted / denominator[..., None], maximum + jnp.log(denominator))
+        # Without a gap a query sees at least itself, so that only rows that are dropped here have seen nothing.
+        nothing = maximum <= LOWEST
+        denominator = jnp.where(nothing, 1, denominator)
+        out = jnp.where(nothing[..., None], 0, weighted / denominator[..., None])
+        found = (out, jnp.where(nothing, -jnp.inf, maximum + jnp.log(denominator)))
         out, lse = (old.at[rows].set(by_token(new), mode="drop") for old, new in zip(results, found, strict=True))
         return out, lse
 
