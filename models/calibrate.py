@@ -39,7 +39,7 @@ def calibrate(
         raise ValueError(f"skip: expected 0 to {windows.shape[1] - 1}, less than a window, got {skip}")
     config = decode.config
     nothing = jnp.zeros((config.kv_heads, config.head_dim), jnp.float32)
-    layer = LayerCache(KVPool(nothing), KVPool(nothing), jnp.int32(0))
+    layer = LayerCache(KVPool(nothing), KVPool(nothing), jnp.zeros(1, jnp.int32))
     cache = jax.tree.map(jnp.copy, KVCache((layer,) * config.layers))
     positions = jnp.arange(windows.shape[1], dtype=jnp.int32)
     none = jnp.zeros(1, jnp.int32)

@@ -88,6 +88,7 @@ def check_rows(kv_format: KVFormat, memory: KVMemory[Any]) -> None:
         "a prefix cache": getattr(memory, "cache", None) is not None,
         "forks": memory.can_fork,
         "swap space": bool(getattr(memory, "host_blocks", 0)),
+        "blocks across devices": getattr(memory, "shards", 1) > 1,
     }
     if found := [name for name, there in shares.items() if there]:
         raise ValueError(

@@ -147,8 +147,10 @@ class StepRecord:
     copied_blocks: jax.Array  # because a sequence writes into one that others share
 
 
-def init_engine(engine: Engine, requests: Requests, cache: KVCache) -> EngineState:
+def init_engine(engine: Engine, requests: Requests, cache: KVCache, *, max_output: int | None = None) -> EngineState:
     """Nothing stored, nobody started. Takes over `cache`.
+
+    Inside of jit `max_output`, the most tokens that a request asks for, has to be given.
 
     Raises:
       ValueError: if `cache` has another number of slots than the memory hands out.
@@ -165,7 +167,9 @@ def init_engine(engine: Engine, requests: Requests, cache: KVCache) -> EngineSta
             "memory: expected Paged without groups, as the engine has no attention under a window and knows one table "
             f"for all layers, got {engine.memory.groups}"
         )
-    shape = (requests.count, max(1, int(jnp.max(requests.output_lens))))
+    if max_output is None:
+        max_output = int(jnp.max(requests.output_lens))
+    shape = (requests.count, max(1, max_output))
     return EngineState(
         scheduler=init_scheduler(engine.memory, requests),
         cache=cache,
@@ -290,13 +294,14 @@ def _wipe(engine: Engine, earlier: tuple[Any, ...], after: Any, cache: KVCache) 
     A block that went straight from one sequence to another is not wiped in between: its new owner reads nothing of it
     but what it wrote itself.
     """
-    if engine.on_free == "keep":
+    memory = engine.memory
+    if engine.on_free == "keep" or not isinstance(memory, Paged):
         return cache
-    memory, value = engine.memory, _WIPED[engine.on_free]
+    value = _WIPED[engine.on_free]
     gone = jnp.any(jnp.stack([memory.vacated(before, after) for before in earlier]), axis=0)
     units = jnp.arange(memory.num_units, dtype=jnp.int32)
-    ids = jnp.where(gone, units, memory.num_units)
-    block_size = memory.num_slots // memory.num_units
+    ids = memory.own_blocks(jnp.where(gone, units, memory.num_units))
+    block_size = memory.block_size
     return run_if(jnp.any(gone), lambda cache: fill_blocks(cache, ids, value, block_size), cache)
 
 

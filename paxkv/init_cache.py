@@ -6,6 +6,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paxkv.calibration import Calibration
 from paxkv.kv_cache import KVCache, KVPool, LayerCache
@@ -93,9 +94,9 @@ def init_kv_cache(
         shape = {"layer": (), "head": (kv_heads,), "channel": (kv_heads, head_dim)}[fmt.granularity]
         return KVPool(data, factor=jnp.full(shape, 1.0 if fmt.calibration == "static" else 0.0, jnp.float32))
 
-    return KVCache(tuple(LayerCache(pool(i, "k"), pool(i, "v"), jnp.int32(0)) for i in range(layers)))
+    return KVCache(tuple(LayerCache(pool(i, "k"), pool(i, "v"), jnp.zeros(1, jnp.int32)) for i in range(layers)))
 
 
 def clipped_values(cache: KVCache) -> int:
     """Host side: values that were clipped in all layers since the cache was made. Waits for the device."""
-    return sum(int(jax.device_get(layer.clipped)) for layer in cache.layers if layer is not None)
+    return sum(int(np.sum(jax.device_get(layer.clipped))) for layer in cache.layers if layer is not None)

@@ -49,7 +49,7 @@ class LayerCache:
 
     k: KVPool
     v: KVPool
-    clipped: jax.Array  # i32[]; wraps around at 2**31
+    clipped: jax.Array  # i32[1], a number for each device that stores; wraps around at 2**31
 
 
 @typing.no_type_check
@@ -190,7 +190,7 @@ def copy_blocks(cache: KVCache, src: Int32[Array, " pairs"], dst: Int32[Array, "
     def copy(array: jax.Array, rows: int) -> jax.Array:
         return block_copy.block_copy(array, src, dst, block_size=rows)
 
-    return _map_blocks(copy, block_size, cache)
+    return map_blocks(copy, block_size, cache)
 
 
 def copy_blocks_between(
@@ -216,7 +216,7 @@ def copy_blocks_between(
     def copy(dst_array: jax.Array, rows: int, src_array: jax.Array) -> jax.Array:
         return block_copy.block_copy_between(src_array, dst_array, src, dst, block_size=rows)
 
-    return _map_blocks(copy, block_size, dst_cache, src_cache)
+    return map_blocks(copy, block_size, dst_cache, src_cache)
 
 
 def fill_blocks(cache: KVCache, ids: Int32[Array, " ids"], value: float | int, block_size: int) -> KVCache:
@@ -249,7 +249,7 @@ def fill_blocks(cache: KVCache, ids: Int32[Array, " ids"], value: float | int, b
                     f"value: expected 0, as {pool.data.dtype.name} without scales beside the blocks has no NaN, got "
                     f"{value}"
                 )
-    return _map_blocks(fill, block_size, cache)
+    return map_blocks(fill, block_size, cache)
 
 
 def with_blocks(cache: KVCache, num_blocks: int, block_size: int) -> KVCache:
@@ -259,10 +259,10 @@ def with_blocks(cache: KVCache, num_blocks: int, block_size: int) -> KVCache:
         return jnp.zeros((num_blocks * rows, *array.shape[1:]), array.dtype)
 
     # Nothing is shared with `cache`, so that both can be donated to one function.
-    return jax.tree.map(jnp.copy, _map_blocks(zeros, block_size, cache))
+    return jax.tree.map(jnp.copy, map_blocks(zeros, block_size, cache))
 
 
-def _map_blocks(change: Callable[..., jax.Array], block_size: int, cache: KVCache, *others: KVCache) -> KVCache:
+def map_blocks(change: Callable[..., jax.Array], block_size: int, cache: KVCache, *others: KVCache) -> KVCache:
     """Applies `change(array, rows of it in a block, *arrays of the others)` to all that lies in blocks."""
 
     def of_pool(pool: KVPool, *others: KVPool) -> KVPool:

@@ -65,8 +65,8 @@ def store(
         for pool, encoded in zip(pools, new, strict=True)
     )
     real = places.slots < cache.k.data.shape[0]
-    clipped = sum(jnp.sum(jnp.where(real, encoded.clipped, 0), dtype=jnp.int32) for encoded in new)
-    return LayerCache(k_pool, v_pool, cache.clipped + clipped)
+    clipped = jnp.sum(jnp.where(real, sum(encoded.clipped for encoded in new), 0), dtype=jnp.int32)
+    return LayerCache(k_pool, v_pool, cache.clipped + clipped[None])
 
 
 def queries(

@@ -365,9 +365,17 @@ class Paged:
         if state.copies is None:
             return state, cache, jnp.int32(0)
         copies = state.copies
-        cache = copy_blocks(cache, copies.sources, copies.destinations, self.block_size)
+        cache = self.copy(cache, copies.sources, copies.destinations)
         count = jnp.sum(copies.destinations != self.num_blocks, dtype=jnp.int32)
         return lifecycle.end_copies(self, state), cache, count
+
+    def copy(self, cache: KVCache, src: Int32[Array, " pairs"], dst: Int32[Array, " pairs"]) -> KVCache:
+        """What blocks `src` hold, all read before any is written, in blocks `dst`; `num_blocks` in an empty place."""
+        return copy_blocks(cache, src, dst, self.block_size)
+
+    def own_blocks(self, ids: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
+        """Places of blocks in the arrays of keys and values: all lie where their ids say."""
+        return ids
 
     def publish(
         self,
