@@ -1,16 +1,20 @@
 """`python -m models train`: what it writes, what it says, what it refuses."""
 
+import io
 import json
 import pathlib
+import re
 
 import jax
 import pytest
+import rich.console
 
 from models import cli
 from models.checkpoint import load_checkpoint
 from models.decoder import make_decode
 from models.training import command
 from models.training.command import read_config
+from models.training.loop import Progress
 from tests.models.training.tiny import YAML
 
 ROOT = pathlib.Path(__file__).parents[3]
@@ -99,6 +103,19 @@ def test_a_mistake_is_told_in_one_line(tmp_path, config, monkeypatch, capsys, ar
     (line,) = output.err.splitlines()
     assert line.startswith(message)
     assert not (tmp_path / "tiny").exists()
+
+
+def test_the_bar_shows_the_loss_and_the_last_look_at_held_out_text():
+    written = io.StringIO()
+    with command._bar(rich.console.Console(file=written, force_terminal=True, width=120), 4, 1) as on_step:
+        on_step(Progress(2, 1.5, 1.25))
+        on_step(Progress(3, 1.4, None))
+    last = re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", written.getvalue()).replace("\r", "\n").strip().splitlines()[-1]
+    assert last.startswith("loss 1.400, held out 1.250")
+    assert "3/4" in last
+    with command._bar(rich.console.Console(file=(silent := io.StringIO())), 4, 0) as on_step:
+        on_step(Progress(1, 1.5, None))
+    assert silent.getvalue() == ""
 
 
 def test_of_two_folders_on_the_command_line_the_last_one_counts(tmp_path, config):

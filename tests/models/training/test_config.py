@@ -31,7 +31,7 @@ def test_every_step_is_of_one_phase():
 
 
 def test_held_out_text_is_looked_at_every_so_often_and_at_the_end():
-    assert [taken for taken in range(1, 34) if CONFIG.evaluates_after(taken)] == [10, 20, 30, 33]
+    assert [taken for taken in range(1, 34) if CONFIG.evaluates_after(taken)] == [12, 24, 33]
     assert not any(dataclasses.replace(CONFIG, evaluate_every=0).evaluates_after(taken) for taken in range(1, 34))
 
 

@@ -13,7 +13,7 @@ from orbax.checkpoint import v1 as ocp
 from models.checkpoint import by_name
 from models.evaluate import evaluate, token_nats
 from models.training import Checkpoints, train
-from models.training.step import init_state
+from models.training.step import init_state, train_step
 from models.trigram import fit_trigram
 from tests.models.training.tiny import CONFIG, CORPUS
 
@@ -30,6 +30,11 @@ def assert_same_bits(found, expected):
     assert found.keys() == expected.keys()
     for name, array in found.items():
         assert np.asarray(array).tobytes() == np.asarray(expected[name]).tobytes(), name
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def loss_and_gradients(decode, params, windows):
+    return jax.value_and_grad(lambda params: token_nats(decode, params, windows).mean())(params)
 
 
 def test_training_lowers_the_loss_in_both_phases_and_reports_every_step():
@@ -51,29 +56,32 @@ def test_training_repeats_bit_for_bit_and_depends_on_the_seed():
     assert float(other.losses[0]) != float(first.losses[0])
 
 
-def test_the_first_loss_and_gradient_norm_are_those_of_windows_drawn_with_the_key_of_the_step():
-    decode, initial, key = init_state(CONFIG)
-    starts = jax.random.randint(jax.random.fold_in(key, 0), (8, 1), 0, CORPUS.train.size - 16)
+@pytest.mark.parametrize("step", [0, 7])
+def test_a_step_is_taken_on_windows_drawn_with_its_own_key(step):
+    phase = CONFIG.phases[0]
+    decode, state, key = init_state(CONFIG)
+    starts = jax.random.randint(jax.random.fold_in(key, step), (8, 1), 0, CORPUS.train.size - 16)
     windows = jnp.asarray(np.stack([CORPUS.train[int(s) : int(s) + 17] for s in starts[:, 0]]), jnp.int32)
-    loss, gradients = jax.jit(jax.value_and_grad(lambda params: token_nats(decode, params, windows).mean()))(
-        initial.params
-    )
+    loss, gradients = loss_and_gradients(decode, state.params, windows)
     squares = sum(float(np.sum(np.square(np.asarray(g, np.float64)))) for g in jax.tree.leaves(gradients))
-    _, state, _ = run()
-    assert float(state.losses[0]) == pytest.approx(float(loss), rel=1e-5)
-    assert float(state.gradient_norms[0]) == pytest.approx(squares**0.5, rel=1e-4)
+    state = dataclasses.replace(state, step=jnp.int32(step))
+    text = jnp.asarray(CORPUS.train.astype(np.int32))
+    after, found = train_step(state, text, key, decode=decode, phase=phase, optimizer=CONFIG.optimizer)
+    assert int(after.step) == step + 1
+    assert float(found) == float(after.losses[step]) == pytest.approx(float(loss), rel=1e-5)
+    assert float(after.gradient_norms[step]) == pytest.approx(squares**0.5, rel=1e-4)
     # Before clipping, or it could not be more than clip_norm=1.
-    assert float(state.gradient_norms.max()) > 1.1
+    assert squares > 1.1
 
 
 def test_held_out_text_is_scored_on_the_way_and_changes_nothing():
     decode, state, reported = run()
     heldout = np.asarray(state.heldout)
-    assert np.flatnonzero(~np.isnan(heldout)).tolist() == [9, 19, 29, 32]
-    assert [p.taken for p in reported if p.heldout is not None] == [10, 20, 30, 33]
+    assert np.flatnonzero(~np.isnan(heldout)).tolist() == [11, 23, 32]
+    assert [p.taken for p in reported if p.heldout is not None] == [12, 24, 33]
     whole = evaluate(decode, state.params, fit_trigram(CORPUS.train), CORPUS.heldout, context=16, max_windows=5)
     assert heldout[32] == pytest.approx(whole.nats, rel=1e-6)
-    assert heldout[9] > heldout[32] + 0.1
+    assert heldout[11] > heldout[32] + 0.1
     _, unseen, reported = run(dataclasses.replace(CONFIG, evaluate_every=0))
     assert_same_bits(unseen.params, state.params)
     assert np.isnan(np.asarray(unseen.heldout)).all()

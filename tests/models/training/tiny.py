@@ -1,4 +1,4 @@
-"""A run that takes a second: two phases, evaluated and saved out of step with one another."""
+"""A run that takes a second: two phases, evaluated and saved out of step with one another but for step 24."""
 
 import numpy as np
 
@@ -20,7 +20,7 @@ CONFIG = TrainConfig(
     ),
     seed=3,
     out_dir="unused",
-    evaluate_every=10,
+    evaluate_every=12,
     evaluate_windows=5,
     checkpoint_every=8,
 )
