@@ -5,7 +5,8 @@ import typing
 from typing import Any
 
 import jax
-from jaxtyping import Array, Float
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int32
 
 from paxkv.kv_cache import AttentionSpec, LayerAttend, LayerCache
 from paxkv.kv_format import KVFormat
@@ -45,7 +46,9 @@ class MemoryAttend:
         """See `LayerAttend`."""
         if cache is None:
             raise ValueError("cache: expected keys and values of this layer, which attention reads back, got None")
-        places = Places(self.slots, self.memory.rows, block_size_of(self.memory), self.backend)
+        places = Places(
+            self.slots, self.memory.rows, block_size_of(self.memory), self.backend, self._first_places(cache)
+        )
         cache = store(self.kv_format, cache, k, v, places)
         out = self.memory.attend(
             self.state,
@@ -58,6 +61,39 @@ class MemoryAttend:
             backend=self.backend,
         )
         return out, cache
+
+    def _first_places(self, cache: LayerCache) -> Int32[Array, " tokens"] | None:
+        """Where tokens go that are kept as they are: `rows * precise_tokens` for all others."""
+        precise = self.kv_format.precise_tokens
+        if not precise or cache.k.first is None:
+            return None
+        rows = self.memory.rows
+        token = jnp.arange(self.slots.shape[0], dtype=jnp.int32)
+        row = jnp.searchsorted(self.cu_lens[1:], token, side="right").astype(jnp.int32)
+        owner = jnp.minimum(row, rows - 1)
+        position = self.memory.seqs(self.state).lengths[owner] - (self.cu_lens[owner + 1] - token)
+        kept = (row < rows) & (position >= 0) & (position < precise)
+        return jnp.where(kept, owner * precise + position, rows * precise)
+
+
+def check_rows(kv_format: KVFormat, memory: KVMemory[Any]) -> None:
+    """Refuses a format that keeps the rows' first tokens by themselves, where other rows would need them.
+
+    Raises:
+      ValueError: rows of the memory share what they store, or store it elsewhere for a while.
+    """
+    if not kv_format.precise_tokens:
+        return
+    shares = {
+        "a prefix cache": getattr(memory, "cache", None) is not None,
+        "forks": memory.can_fork,
+        "swap space": bool(getattr(memory, "host_blocks", 0)),
+    }
+    if found := [name for name, there in shares.items() if there]:
+        raise ValueError(
+            f"kv_format: expected precise_tokens=0 with {' and '.join(found)}, as they are kept for each row and do "
+            f"not go along with its blocks, got {kv_format.precise_tokens}"
+        )
 
 
 def block_size_of(memory: KVMemory[Any]) -> int:

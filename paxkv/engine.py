@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from paxkv.attend import MemoryAttend
+from paxkv.attend import MemoryAttend, check_rows
 from paxkv.beams import choose_beams
 from paxkv.control_flow import run_if
 from paxkv.cost_model import StepCost, step_ticks
@@ -84,6 +84,7 @@ class Engine:
                 f"kv_format: expected {cache.kv_format!r}, under which the memory's prefix cache knows its blocks, got "
                 f"{self.kv_format.name!r}; give both the same, as in PrefixCache(kv_format=engine.kv_format.name)"
             )
+        check_rows(self.kv_format, self.memory)
         if not isinstance(self.policy, Policy):
             raise ValueError(f"policy: expected a Policy, got {self.policy!r}")
         if require_int("token_budget", self.token_budget) < self.memory.rows:

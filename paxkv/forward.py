@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from paxkv.attend import MemoryAttend
+from paxkv.attend import MemoryAttend, check_rows
 from paxkv.kv_cache import KVCache
 from paxkv.kv_format import KVFormat
 from paxkv.memory import Ask, Content, KVMemory
@@ -26,6 +26,10 @@ class Reader:
     decode: Any  # see `paxkv.engine.Decode`
     kv_format: KVFormat
     backend: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses a format that the memory's rows cannot have."""
+        check_rows(self.kv_format, self.memory)
 
 
 def begin(

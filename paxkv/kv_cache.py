@@ -27,6 +27,7 @@ class KVPool:
     data: jax.Array  # dtype[slots, kv_heads, head_dim]; 4-bit integers as u8[slots, kv_heads, head_dim // 2]
     factor: jax.Array | None = None  # of all slots: f32[], f32[kv_heads] or f32[kv_heads, head_dim]; 0 for unknown
     scales: jax.Array | None = None  # beside the blocks, under their ids: [blocks, kv_heads] or [slots, kv_heads]
+    first: jax.Array | None = None  # [rows, precise_tokens, kv_heads, head_dim]; each row's first ones, as they are
 
     def scales_in(self, in_blocks: tuple[int, int] | None = None) -> jax.Array | None:
         """What attention multiplies by, in the form that a kernel takes it; a factor of channels is not its business.
@@ -153,6 +154,8 @@ def attend_ranges(
         cu_q_lens,
         k_scale=k.scales_in(),
         v_scale=v.scales_in(),
+        k_first=k.first,
+        v_first=v.first,
         max_q_len=max_q_len,
         backend=backend,
         **dataclasses.asdict(spec),

@@ -450,6 +450,8 @@ class Paged:
             cu_q_lens,
             k_scale=k.scales_in(in_blocks),
             v_scale=v.scales_in(in_blocks),
+            k_first=k.first,
+            v_first=v.first,
             max_q_len=max_q_len,
             backend=backend,
             **dataclasses.asdict(spec),
