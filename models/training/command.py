@@ -71,9 +71,8 @@ def train_and_save(config: TrainConfig, command: str, console: rich.console.Cons
     checkpoints = Checkpoints.beside(config.out_dir, _origin(config, corpus))
     resumed_after = checkpoints.latest_step()
     if resumed_after:
-        console.print(
-            f"goes on after step {resumed_after} of {config.steps}, from {checkpoints.folder}", soft_wrap=True
-        )
+        place = f"after step {resumed_after} of {config.steps}, from {checkpoints.folder}"
+        console.print(f"goes on {place}", soft_wrap=True, markup=False, highlight=False)
     start = time.perf_counter()
     with _bar(console, config.steps, resumed_after) as on_step:
         decode, state = train(config, corpus, checkpoints, on_step)
