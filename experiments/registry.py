@@ -47,6 +47,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "paged_vs_contiguous": "experiments.paged_vs_contiguous",
     "parallel_sampling": "experiments.parallel_sampling",
     "prefix_sharing": "experiments.prefix_sharing",
+    "sharded_serving": "experiments.sharded_serving",
 }
 
 

@@ -83,7 +83,7 @@ def serve(
                 "lower the workload's time_scale or the cost of a step"
             )
         clock = int(state.scheduler.clock)
-        table = _step_table(record, step, engine.cost).with_columns(wall_ms=pl.lit(wall_ms))
+        table = step_table(record, step, engine.cost).with_columns(wall_ms=pl.lit(wall_ms))
         if table.is_empty() and not all_ended(state):
             raise RuntimeError(f"no step after step {step} did anything, although requests are waiting")
         records.append(table)
@@ -93,7 +93,7 @@ def serve(
         on_dispatch(ended - before)
     return Served(
         steps=pl.concat(records),
-        requests=_request_table(requests, state, workload),
+        requests=request_table(requests, state, workload),
         pool=pl.DataFrame(pictures, schema={"step": pl.Int32, "owners": pl.List(pl.Int32)}),
         wall_compile_s=wall_compile_s,
     )
@@ -123,7 +123,7 @@ def _owning_requests(memory: Any, state: EngineState) -> jax.Array:
     return jnp.where(request == nobody, -1, request)
 
 
-def _step_table(record: StepRecord, first_step: int, cost: StepCost) -> pl.DataFrame:
+def step_table(record: StepRecord, first_step: int, cost: StepCost) -> pl.DataFrame:
     """One row a step, without those in which nothing happened. Times are modelled, in ms."""
     flat = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "usage"}
     flat |= {f.name: getattr(record.usage, f.name) for f in dataclasses.fields(record.usage)}
@@ -141,7 +141,7 @@ def _step_table(record: StepRecord, first_step: int, cost: StepCost) -> pl.DataF
     return table.filter(happened).drop("clock", "ticks")
 
 
-def _request_table(requests: Requests, state: EngineState, workload: Workload) -> pl.DataFrame:
+def request_table(requests: Requests, state: EngineState, workload: Workload) -> pl.DataFrame:
     """One row a request, a sample or a beam being one. Times are modelled, in ms; null for what never happened."""
     progress, outputs = state.scheduler.progress, state.outputs
     generated = np.asarray(progress.generated)

@@ -182,14 +182,17 @@ def outputs(dealt: Dealt, state: EngineState) -> list[list[int]]:
     """Host side: what each of all requests has generated so far. Waits for the devices."""
     found: dict[int, list[int]] = {}
     for replica, ids in enumerate(dealt.ids):
-        requests, own = (jax.tree.map(lambda x, r=replica: x[r], tree) for tree in (dealt.requests, _host(state)))
+        requests, own = (
+            jax.tree.map(lambda x, r=replica: x[r], tree)
+            for tree in (dealt.requests, jax.device_get(without_cache(state)))
+        )
         found |= dict(zip(ids.tolist(), output_tokens(requests, own), strict=True))
     return [found[request] for request in range(max(found) + 1)]
 
 
-def _host(state: EngineState) -> EngineState:
+def without_cache(state: EngineState) -> EngineState:
     """What the host looks at of a state."""
-    return jax.device_get(dataclasses.replace(state, cache=None, host_cache=None))
+    return dataclasses.replace(state, cache=KVCache(()), host_cache=None)
 
 
 def _one(tree: PyTree) -> Any:

@@ -27,6 +27,9 @@ from paxkv.sizes import require_int
 Dealing = Literal["round_robin", "by_shard"]
 _NOWHERE = 2**31 - 1
 
+MERGE = "merge_attention"
+"""In the names of the operations that merge partial attentions."""
+
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +127,8 @@ class SplitPaged(Paged):
             backend=backend,
             **dataclasses.asdict(spec),
         )
-        return merge_over(self.axis, out, lse)
+        with jax.named_scope(MERGE):
+            return merge_over(self.axis, out, lse)
 
     def _own_table(self, state: PagedState) -> tuple[Int32[Array, "rows columns"], Int32[Array, "rows columns"]]:
         """This device's blocks of each sequence, and which of its blocks they are, in their order."""
@@ -150,6 +154,12 @@ class SplitPaged(Paged):
 
         any_copy = jnp.any(dst < self.num_blocks)
         return run_if(any_copy, lambda cache: map_blocks(copy, self.block_size, cache), cache)
+
+
+def split_blocks(memory: Paged, shards: int, dealing: Dealing = "round_robin", axis: str = "kv") -> SplitPaged:
+    """The memory with its blocks across so many devices."""
+    knobs = {field.name: getattr(memory, field.name) for field in dataclasses.fields(Paged)}
+    return SplitPaged(**knobs, shards=shards, axis=axis, dealing=dealing)
 
 
 def merge_over(

@@ -21,7 +21,7 @@ from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import make_requests
 from paxkv.sharded_engine import ShardedEngine, deal
 from paxkv.sharding import MeshShape, Rules, head_parts, make_mesh
-from paxkv.split_paged import SplitPaged
+from paxkv.split_paged import SplitPaged, split_blocks
 from tests.models.families import TINY, random_params
 from tests.paxkv.oracles.jitted import quickly
 
@@ -79,8 +79,7 @@ def started(shape, config, memory, kv_format, samples=1, *, asked=workload, deal
     mesh = make_mesh(shape, config.q_heads, config.kv_heads, **options)
     part, fmt = device_config(config, mesh), scheme(kv_format)
     if shape.kv > 1:
-        names = [f.name for f in dataclasses.fields(Paged)]
-        memory = SplitPaged(**{n: getattr(memory, n) for n in names}, shards=shape.kv, dealing=dealing)
+        memory = split_blocks(memory, shape.kv, dealing)
     # What is freed is NaN, so that reading it would show.
     engine = Engine(memory, Decode(part, split_of(mesh)), 16, kv_format=fmt, on_free="poison")
     sharded = ShardedEngine(engine, mesh)

@@ -1,0 +1,355 @@
+"""The same requests and the same memory on each device, under every way of splitting a server over devices."""
+
+import dataclasses
+import pathlib
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import polars as pl
+
+from experiments import files, jax_setup, metrics, plots
+from experiments.collectives import read_collectives
+from experiments.inputs import Inputs, load_inputs
+from experiments.progress import Progress
+from experiments.results import Results, Table
+from experiments.run_directory import RunDirectory
+from experiments.sharded_serve import serve
+from experiments.sharded_setup import Server, Serving, device_bytes, make_server, parse_mesh
+from experiments.sharded_step import batch_of, decode_step
+from experiments.token_check import compare_tokens
+from experiments.workloads.config import WorkloadConfig, with_sha256
+from models.split import place_weights
+from paxkv.capacity import parse_size
+from paxkv.config import MemoryConfig
+from paxkv.cost_model import StepCost
+from paxkv.kv_format import scheme
+from paxkv.requests import make_requests
+from paxkv.scheduler_state import Policy
+from paxkv.sharding import Rules
+from paxkv.sizes import require_int
+from paxkv.split_paged import MERGE, Dealing
+
+DESCRIPTION = "A server split over devices: replicas, KV heads and KV blocks, on the same requests."
+MODELLED = metrics.MODELLED
+GLOSSARY: Mapping[str, str] = {
+    **metrics.GLOSSARY,
+    "devices": "of the mesh: replicas (d) times parts of the heads (m) times parts of the blocks (k)",
+    "tokens_equal": "whether every request got the tokens that the first mesh gave it, but for near ties",
+    "blocks": "of one replica, over all its devices",
+    "capacity_tokens": "tokens that all replicas hold together",
+    "kv_bytes_per_device": "keys, values and scales that lie on the fullest device",
+    "weight_bytes_per_device": "weights on the fullest device",
+    "collectives_per_step": "exchanges between devices in one decode step",
+    "collective_bytes_per_step": "what each device gives into them",
+    "merge_bytes_per_step": "of that, to merge the attention of devices that share blocks",
+    "fits": "whether keys and values lie within `kv_memory` on every device",
+    "wall_step_ms": "median time of a step on this machine, whose devices may share its cores",
+    "host_share": "share of the time in which the devices waited for the host",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """One comparison of meshes.
+
+    Attributes:
+      experiment: `sharded_serving`.
+      seed: of arrivals, lengths, prompts and sampling, a stream each.
+      model: folder of the checkpoint.
+      model_sha256: expected hash of its config and weights; empty accepts any, and the run fills it in.
+      workload: what is asked of all replicas together.
+      meshes: what is compared, such as `d1m8k1`: replicas, parts of the heads, parts of the blocks. The first one is
+        the reference for the tokens.
+      cpu_devices: that a CPU is made to look like; none if there is another device.
+      ffn: which of `model` and `kv` the inner width of feed-forward blocks is split over.
+      vocab: the same for the vocabulary.
+      replicate_kv_heads: whether several devices may store the same KV head, where there are fewer than devices.
+      dealing: which device has a block: ids in turn (`round_robin`) or in equal runs (`by_shard`).
+      kv_memory: budget for keys and values of each device.
+      memory: how a replica's is handed out; a paged one.
+      rows: most requests that run at once in a replica.
+      max_model_len: most tokens of one sequence.
+      token_budget: most tokens a replica computes in a step.
+      temperature: of all requests; 0 samples greedily.
+      near_tie: a first difference between two runs' tokens is accepted where the best two choices lie within this, in
+        logits.
+      steps_per_dispatch: steps between two looks of the host.
+      kernels: backend of attention and cache writes; None picks the best for the device.
+      kv_format: how keys and values are stored; its scales must need no calibration.
+      policy: whom the scheduler preempts and admits, and how.
+      cost: the modelled clock.
+    """
+
+    experiment: str = "sharded_serving"
+    seed: int = 0
+    model: pathlib.Path = pathlib.Path("models/checkpoints/byte_llama")
+    model_sha256: str = ""
+    workload: WorkloadConfig = dataclasses.field(default_factory=WorkloadConfig)
+    meshes: tuple[str, ...] = ("d1m1k1", "d1m2k1", "d1m1k2", "d2m1k1")
+    cpu_devices: int = 8
+    ffn: tuple[str, ...] = ("model", "kv")
+    vocab: tuple[str, ...] = ("model", "kv")
+    replicate_kv_heads: bool = True
+    dealing: Dealing = "round_robin"
+    kv_memory: str = "1 MiB"
+    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
+    rows: int = 16
+    max_model_len: int = 512
+    token_budget: int = 64
+    temperature: float = 0.0
+    near_tie: float = 1e-4
+    steps_per_dispatch: int = 16
+    kernels: str | None = None
+    kv_format: str = "f32"
+    policy: Policy = dataclasses.field(default_factory=Policy)
+    cost: StepCost = dataclasses.field(default_factory=StepCost)
+
+
+def parts(config: Config) -> list[str]:
+    """Each mesh is served, and can be resumed, by itself."""
+    return list(config.meshes)
+
+
+def resolve(config: Config) -> Config:
+    """Names model and trace by their hashes; refuses what cannot run.
+
+    Raises:
+      ValueError: a value is out of range, a mesh does not suit the model or the devices, or nothing fits.
+      OSError: a file is missing.
+    """
+    jax_setup.use_cpu_devices(require_int("cpu_devices", config.cpu_devices))
+    require_int("steps_per_dispatch", config.steps_per_dispatch)
+    if not config.meshes or len(set(config.meshes)) < len(config.meshes):
+        raise ValueError(f"meshes: expected at least one, and none twice, got {list(config.meshes)}")
+    inputs = _inputs(config)
+    for name in config.meshes:
+        _server(config, inputs, name)
+    return dataclasses.replace(config, model_sha256=inputs.facts["model_sha256"], workload=with_sha256(config.workload))
+
+
+def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, dict[str, Any]]:
+    """Serves the workload on each mesh in turn, then compares what they did."""
+    inputs = _inputs(config)
+    run_dir.add_manifest(**inputs.facts, devices=[str(device) for device in jax.devices()])
+    requests = make_requests(
+        inputs.prompts,
+        inputs.workload.prompt_len,
+        inputs.workload.output_len,
+        inputs.workload.arrival_ms,
+        seed=config.seed,
+        temperature=config.temperature,
+    )
+    for name in config.meshes:
+        if run_dir.finished_part(name) is not None:
+            continue
+        server = _server(config, inputs, name)
+        params = place_weights(inputs.params, server.sharded.mesh, server.sharded.rules)
+        with progress.task(name, total=inputs.workload.num_requests) as advance:
+            served = serve(server, params, requests, inputs.workload, config.steps_per_dispatch, advance)
+        with run_dir.part(name) as part:
+            part.write_parquet("steps.parquet", served.steps)
+            part.write_parquet("requests.parquet", served.requests)
+            facts = _device_facts(server, params, served.state.cache)
+            part.write_json(
+                "devices.json", facts | {"wall_compile_s": served.wall_compile_s, "host_share": served.host_share}
+            )
+    for table in ("steps", "requests"):
+        frames = [
+            _part(run_dir, name).read_parquet(f"{table}.parquet").select(pl.lit(name).alias("mesh"), pl.all())
+            for name in config.meshes
+        ]
+        run_dir.write_parquet(f"{table}.parquet", pl.concat(frames))
+    return _results(config, run_dir)
+
+
+def _inputs(config: Config) -> Inputs:
+    fmt = scheme(config.kv_format)
+    if "static" in (fmt.k.calibration, fmt.v.calibration):
+        raise ValueError(
+            "kv_format: expected one whose scales need no calibration, such as e4m3_token_head, got "
+            f"{config.kv_format!r}"
+        )
+    return load_inputs(config.model, config.model_sha256, config.workload, config.max_model_len, config.seed, fmt)
+
+
+def _server(config: Config, inputs: Inputs, mesh: str) -> Server:
+    serving = Serving(
+        kv_bytes=parse_size(config.kv_memory, "kv_memory"),
+        memory=config.memory,
+        rows=config.rows,
+        max_model_len=config.max_model_len,
+        token_budget=config.token_budget,
+        kv_format=scheme(config.kv_format),
+        rules=Rules(config.ffn, config.vocab),
+        dealing=config.dealing,
+        replicate_kv_heads=config.replicate_kv_heads,
+        policy=config.policy,
+        cost=config.cost,
+        kernels=config.kernels,
+    )
+    try:
+        return make_server(inputs.decode.config, parse_mesh(mesh), serving)
+    except ValueError as error:
+        raise ValueError(f"{mesh}: {error}") from error
+
+
+def _device_facts(server: Server, params: Any, cache: Any) -> dict[str, Any]:
+    """What lies on a device, and what devices exchange in a decode step."""
+    memory = server.memory
+    batch = [jnp.zeros(x.shape, x.dtype) for x in batch_of(memory)]
+    compiled = jax.jit(decode_step(server.sharded), donate_argnums=1).lower(params, cache, *batch).compile()
+    found = read_collectives(compiled.as_text() or "")
+    counters = sum(layer.clipped.addressable_shards[0].data.nbytes for layer in cache.layers)
+    return {
+        "devices": server.sharded.mesh.size,
+        "replicas": server.sharded.replicas,
+        "blocks": memory.num_blocks,
+        "capacity_tokens": memory.capacity * server.sharded.replicas,
+        "kv_bytes_per_device": device_bytes(cache) - counters,
+        "predicted_kv_bytes_per_device": server.kv_bytes_per_device,
+        "weight_bytes_per_device": device_bytes(params),
+        "collectives_per_step": len(found),
+        "collective_bytes_per_step": sum(one.operand_bytes for one in found),
+        "merge_bytes_per_step": sum(one.operand_bytes for one in found if MERGE in one.where),
+    }
+
+
+def _part(run_dir: RunDirectory, name: str) -> Any:
+    part = run_dir.finished_part(name)
+    if part is None:
+        raise RuntimeError(f"part {name!r} of {run_dir.path} is missing")
+    return part
+
+
+def _results(config: Config, run_dir: RunDirectory) -> dict[str, dict[str, Any]]:
+    steps, requests = run_dir.read_parquet("steps.parquet"), run_dir.read_parquet("requests.parquet")
+    budget = parse_size(config.kv_memory, "kv_memory")
+    reference = requests.filter(pl.col("mesh") == config.meshes[0])
+    compared = metrics.served_by_all(requests)
+    found: dict[str, dict[str, Any]] = {}
+    for name in config.meshes:
+        facts = _part(run_dir, name).read_json("devices.json")
+        own, own_steps = requests.filter(pl.col("mesh") == name), steps.filter(pl.col("mesh") == name)
+        served = ~reference["reason"].str.starts_with("refused") & ~own["reason"].str.starts_with("refused")
+        same = compare_tokens(reference.filter(served), own.filter(served), config.near_tie)
+        busy = own_steps.filter(pl.col("new_tokens") > 0)
+        found[name] = {
+            **facts,
+            "fits": facts["kv_bytes_per_device"] <= budget,
+            "tokens_equal": same.unexplained == 0,
+            "near_tie_differences": same.near_ties,
+            "unexplained_differences": same.unexplained,
+            "peak_running": int(own_steps.group_by("step").agg(pl.col("running").sum())["running"].max()),  # pyright: ignore
+            "steps": len(busy),
+            "hit_tokens": int(busy["hit_tokens"].sum()),
+            "wall_step_ms": float(busy["wall_ms"].median()),  # pyright: ignore[reportArgumentType]
+            **metrics.request_metrics(own, compared.filter(pl.col("mesh") == name)),
+        }
+    return found
+
+
+def failed_checks(results: Results) -> list[str]:
+    """What every run must show, whatever the workload."""
+    failures = [
+        f"{name}: {values['unexplained_differences']} requests got other tokens than on {next(iter(results))}"
+        for name, values in results.items()
+        if values["tokens_equal"] is False
+    ]
+    for name, values in results.items():
+        predicted, held = values["predicted_kv_bytes_per_device"], values["kv_bytes_per_device"]
+        if predicted != held:
+            failures.append(f"{name}: a device holds {held} bytes of keys and values instead of {predicted}")
+        if not values["fits"]:
+            failures.append(f"{name}: keys and values of a device exceed kv_memory")
+    return failures
+
+
+_ROWS = {
+    "devices": ("devices", "{:,}"),
+    "blocks": ("blocks of a replica", "{:,}"),
+    "capacity_tokens": ("capacity in tokens", "{:,}"),
+    "kv_bytes_per_device": ("KV bytes of a device", "{:,}"),
+    "weight_bytes_per_device": ("weight bytes of a device", "{:,}"),
+    "collectives_per_step": ("exchanges in a decode step", "{:,}"),
+    "collective_bytes_per_step": ("bytes given into them", "{:,}"),
+    "merge_bytes_per_step": ("of that, to merge attention", "{:,}"),
+    "served": ("requests served", "{:,}"),
+    "peak_running": ("peak running requests", "{:,}"),
+    "preemptions": ("preemptions", "{:,}"),
+    "steps": ("steps of all replicas", "{:,}"),
+    "ttft_ms_p50": ("TTFT p50, ms (modelled)", "{:,.0f}"),
+    "tpot_ms_p50": ("TPOT p50, ms (modelled)", "{:.2f}"),
+    "output_tokens_per_s": ("tokens per s (modelled)", "{:,.0f}"),
+    "wall_step_ms": ("step here, ms", "{:,.1f}"),
+    "fits": ("fits", "{}"),
+    "tokens_equal": ("same tokens", "{}"),
+}
+
+
+def tables(results: Results) -> list[Table]:
+    """A column for each mesh."""
+
+    def cell(value: Any, form: str) -> str:
+        match value:
+            case None:
+                return "-"
+            case bool():
+                return "yes" if value else "no"
+        return form.format(value)
+
+    rows = [[label, *(cell(v.get(metric), form) for v in results.values())] for metric, (label, form) in _ROWS.items()]
+    return [Table(["", *results], rows, "The same requests, and the same memory on each device, on each mesh")]
+
+
+def figures(run_path: pathlib.Path) -> list[plots.Figure]:
+    """Capacity and exchange by mesh, and requests over time.
+
+    Args:
+      run_path: directory of a finished run; nothing else is read.
+    """
+    steps = files.read_parquet(run_path / "steps.parquet")
+    names = steps["mesh"].unique(maintain_order=True).to_list()
+    facts = {name: files.read_json(run_path / "parts" / name / "devices.json") for name in names}
+    return [_capacity(facts), _exchange(facts), _over_time(steps, names)]
+
+
+def _capacity(facts: Mapping[str, Mapping[str, Any]]) -> plots.Figure:
+    figure, axes = plots.canvas(height=0.8 + 0.3 * len(facts))
+    axes.barh(list(facts), [fact["capacity_tokens"] for fact in facts.values()], height=0.68)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("tokens that fit, over all replicas")
+    return plots.Figure(
+        "Capacity",
+        "Equal memory on every device. Heads can be split no further than there are; blocks can.",
+        figure,
+    )
+
+
+def _exchange(facts: Mapping[str, Mapping[str, Any]]) -> plots.Figure:
+    figure, axes = plots.canvas(height=0.8 + 0.3 * len(facts))
+    merge = [fact["merge_bytes_per_step"] / 1024 for fact in facts.values()]
+    other = [fact["collective_bytes_per_step"] / 1024 - m for fact, m in zip(facts.values(), merge, strict=True)]
+    axes.barh(list(facts), other, height=0.68, label="sums of the decoder")
+    axes.barh(list(facts), merge, left=other, height=0.68, label="merging attention")
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("KiB that a device gives into exchanges, per decode step")
+    plots.legend(axes)
+    return plots.Figure("Exchange", "What devices tell one another in a decode step of all rows.", figure)
+
+
+def _over_time(steps: pl.DataFrame, names: list[str]) -> plots.Figure:
+    figure, axes = plots.canvas()
+    series = {}
+    for name in names:
+        own = (
+            steps.filter(pl.col("mesh") == name).group_by("step").agg(pl.col("clock_ms").min(), pl.col("running").sum())
+        )
+        own = own.sort("step")
+        series[name] = ((own["clock_ms"] / 1000).to_list(), own["running"].to_list())
+    plots.over_time(axes, series, "modelled time in s")
+    axes.set_ylabel("running requests")
+    return plots.Figure("Over time", "More memory lets more requests run at once. Time is modelled.", figure)

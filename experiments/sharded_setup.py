@@ -1,0 +1,132 @@
+"""From a mesh to a server on it: what each device holds, and how many blocks fit."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from models.config import DecoderConfig
+from models.decoder import Decode
+from models.split import device_config, split_of
+from paxkv.capacity import plan_blocks
+from paxkv.config import MemoryConfig, make_memory
+from paxkv.cost_model import StepCost
+from paxkv.engine import Engine
+from paxkv.init_cache import init_kv_cache
+from paxkv.kv_cache import KVCache
+from paxkv.kv_format import KVFormat
+from paxkv.model_shapes import KVShape
+from paxkv.paged import Paged
+from paxkv.scheduler_state import FIRST_COME, Policy
+from paxkv.sharded_engine import ShardedEngine
+from paxkv.sharding import RULES, MeshShape, Rules, make_mesh
+from paxkv.split_paged import Dealing, split_blocks
+
+_NAME = re.compile(r"d([1-9]\d*)m([1-9]\d*)k([1-9]\d*)")
+
+
+class Server(NamedTuple):
+    """A sharded engine, and what its devices hold."""
+
+    sharded: ShardedEngine
+    memory: Paged  # of a replica, as the engine has it
+    new_cache: Callable[[], KVCache]  # of one replica, with all its heads and slots
+    device_shape: KVShape  # keys and values of one device, of all its tokens' layers
+
+    @property
+    def kv_bytes_per_device(self) -> int:
+        """By arithmetic: whole blocks, with their scales."""
+        parts = self.sharded.mesh.shape["kv"]
+        blocks = self.memory.num_blocks // parts * self.device_shape.block_bytes(self.memory.block_size)
+        return blocks + self.memory.rows * self.device_shape.row_bytes
+
+
+@dataclasses.dataclass(frozen=True)
+class Serving:
+    """What does not depend on the mesh: how much each device has, and how the server works."""
+
+    kv_bytes: int  # of each device
+    memory: MemoryConfig
+    rows: int
+    max_model_len: int
+    token_budget: int
+    kv_format: KVFormat
+    rules: Rules = RULES
+    dealing: Dealing = "round_robin"
+    replicate_kv_heads: bool = True
+    policy: Policy = FIRST_COME
+    cost: StepCost = dataclasses.field(default_factory=StepCost)
+    kernels: str | None = None
+
+
+def parse_mesh(name: str) -> MeshShape:
+    """The shape of a name such as `d1m8k1`.
+
+    Raises:
+      ValueError: it is none.
+    """
+    match = _NAME.fullmatch(name)
+    if match is None:
+        raise ValueError(f"meshes: expected names such as d1m8k1, of data, model and kv, got {name!r}")
+    return MeshShape(*(int(part) for part in match.groups()))
+
+
+def make_server(
+    config: DecoderConfig, shape: MeshShape, serving: Serving, devices: Sequence[Any] | None = None
+) -> Server:
+    """A server of a model on a mesh, with as many blocks as its devices have room for.
+
+    Raises:
+      ValueError: the model cannot be split so, or not one block fits.
+    """
+    mesh = make_mesh(
+        shape, config.q_heads, config.kv_heads, replicate_kv_heads=serving.replicate_kv_heads, devices=devices
+    )
+    whole = serving.kv_format.shape(config.layers, config.kv_heads, config.head_dim)
+    of_device = dataclasses.replace(
+        whole, tensor_parallel=shape.model, replicate_kv_heads=serving.replicate_kv_heads and shape.model > 1
+    )
+    memory = _memory(shape, serving, of_device)
+    engine = Engine(
+        memory,
+        Decode(device_config(config, mesh, serving.rules), split_of(mesh, serving.rules)),
+        serving.token_budget,
+        serving.cost,
+        serving.kernels,
+        serving.policy,
+        serving.kv_format,
+    )
+
+    def new_cache() -> KVCache:
+        slots = memory.num_blocks * memory.block_size
+        sizes = (config.layers, slots, config.kv_heads, config.head_dim)
+        return init_kv_cache(*sizes, serving.kv_format, block_size=memory.block_size, rows=memory.rows)
+
+    return Server(ShardedEngine(engine, mesh, serving.rules), memory, new_cache, of_device)
+
+
+def _memory(shape: MeshShape, serving: Serving, of_device: KVShape) -> Paged:
+    budget = serving.kv_bytes - serving.rows * of_device.row_bytes
+    here = plan_blocks(of_device, serving.memory.block_size, budget, serving.memory.num_blocks).num_blocks
+    memory = make_memory(
+        dataclasses.replace(serving.memory, num_blocks=here * shape.kv),
+        of_device,
+        serving.kv_bytes,
+        serving.rows,
+        serving.max_model_len,
+        kv_format=serving.kv_format.name,
+    )
+    if not isinstance(memory, Paged):
+        raise ValueError(f"memory.kind: expected 'paged', got {serving.memory.kind!r}")
+    return split_blocks(memory, shape.kv, serving.dealing) if shape.kv > 1 else memory
+
+
+def device_bytes(tree: Any) -> int:
+    """Most bytes that one device holds of some arrays, as they lie."""
+    held: dict[Any, int] = {}
+    for array in jax.tree.leaves(tree):
+        for shard in array.addressable_shards:
+            held[shard.device] = held.get(shard.device, 0) + shard.data.nbytes
+    return max(held.values())
