@@ -9,12 +9,13 @@ import jax
 import jax.numpy as jnp
 import polars as pl
 
-from experiments import files, jax_setup, metrics, plots
+from experiments import files, jax_setup, metrics, plots, sharded_figures, sharded_offline
 from experiments.collectives import read_collectives
 from experiments.inputs import Inputs, load_inputs
 from experiments.progress import Progress
 from experiments.results import Results, Table
 from experiments.run_directory import RunDirectory
+from experiments.sharded_offline import Offline
 from experiments.sharded_serve import serve
 from experiments.sharded_setup import Server, Serving, device_bytes, make_server, parse_mesh
 from experiments.sharded_step import batch_of, decode_step
@@ -32,7 +33,7 @@ from paxkv.sizes import require_int
 from paxkv.split_paged import MERGE, Dealing
 
 DESCRIPTION = "A server split over devices: replicas, KV heads and KV blocks, on the same requests."
-MODELLED = metrics.MODELLED
+MODELLED = metrics.MODELLED | sharded_offline.MODELLED
 GLOSSARY: Mapping[str, str] = {
     **metrics.GLOSSARY,
     "devices": "of the mesh: replicas (d) times parts of the heads (m) times parts of the blocks (k)",
@@ -44,7 +45,7 @@ GLOSSARY: Mapping[str, str] = {
     "collectives_per_step": "exchanges between devices in one decode step",
     "collective_bytes_per_step": "what each device gives into them",
     "merge_bytes_per_step": "of that, to merge the attention of devices that share blocks",
-    "fits": "whether keys and values lie within `kv_memory` on every device",
+    **sharded_offline.GLOSSARY,
     "wall_step_ms": "median time of a step on this machine, whose devices may share its cores",
     "host_share": "share of the time in which the devices waited for the host",
 }
@@ -80,6 +81,8 @@ class Config:
       kv_format: how keys and values are stored; its scales must need no calibration.
       policy: whom the scheduler preempts and admits, and how.
       cost: the modelled clock.
+      offline: compile for devices that are not there, instead of serving on those that are; None serves. Model,
+        workload and `kv_memory` then mean nothing.
     """
 
     experiment: str = "sharded_serving"
@@ -105,10 +108,13 @@ class Config:
     kv_format: str = "f32"
     policy: Policy = dataclasses.field(default_factory=Policy)
     cost: StepCost = dataclasses.field(default_factory=StepCost)
+    offline: Offline | None = None
 
 
 def parts(config: Config) -> list[str]:
-    """Each mesh is served, and can be resumed, by itself."""
+    """Each mesh is served or compiled, and can be resumed, by itself."""
+    if config.offline is not None:
+        return [case.part for case in sharded_offline.cases(config)]
     return list(config.meshes)
 
 
@@ -119,10 +125,13 @@ def resolve(config: Config) -> Config:
       ValueError: a value is out of range, a mesh does not suit the model or the devices, or nothing fits.
       OSError: a file is missing.
     """
-    jax_setup.use_cpu_devices(require_int("cpu_devices", config.cpu_devices))
     require_int("steps_per_dispatch", config.steps_per_dispatch)
     if not config.meshes or len(set(config.meshes)) < len(config.meshes):
         raise ValueError(f"meshes: expected at least one, and none twice, got {list(config.meshes)}")
+    if config.offline is not None:
+        sharded_offline.check(config)
+        return config
+    jax_setup.use_cpu_devices(require_int("cpu_devices", config.cpu_devices))
     inputs = _inputs(config)
     for name in config.meshes:
         _server(config, inputs, name)
@@ -130,7 +139,9 @@ def resolve(config: Config) -> Config:
 
 
 def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, dict[str, Any]]:
-    """Serves the workload on each mesh in turn, then compares what they did."""
+    """Serves the workload on each mesh in turn, then compares what they did; or compiles a step for each."""
+    if config.offline is not None:
+        return sharded_offline.run(config, run_dir, progress)
     inputs = _inputs(config)
     run_dir.add_manifest(**inputs.facts, devices=[str(device) for device in jax.devices()])
     requests = make_requests(
@@ -210,9 +221,9 @@ def _device_facts(server: Server, params: Any, cache: Any) -> dict[str, Any]:
         "kv_bytes_per_device": device_bytes(cache) - counters,
         "predicted_kv_bytes_per_device": server.kv_bytes_per_device,
         "weight_bytes_per_device": device_bytes(params),
-        "collectives_per_step": len(found),
-        "collective_bytes_per_step": sum(one.operand_bytes for one in found),
-        "merge_bytes_per_step": sum(one.operand_bytes for one in found if MERGE in one.where),
+        "collectives_per_step": sum(one.times for one in found),
+        "collective_bytes_per_step": sum(one.given_bytes for one in found),
+        "merge_bytes_per_step": sum(one.given_bytes for one in found if MERGE in one.where),
     }
 
 
@@ -252,6 +263,8 @@ def _results(config: Config, run_dir: RunDirectory) -> dict[str, dict[str, Any]]
 
 def failed_checks(results: Results) -> list[str]:
     """What every run must show, whatever the workload."""
+    if _compiled(results):
+        return sharded_offline.failed_checks(results)
     failures = [
         f"{name}: {values['unexplained_differences']} requests got other tokens than on {next(iter(results))}"
         for name, values in results.items()
@@ -264,6 +277,10 @@ def failed_checks(results: Results) -> list[str]:
         if not values["fits"]:
             failures.append(f"{name}: keys and values of a device exceed kv_memory")
     return failures
+
+
+def _compiled(results: Results) -> bool:
+    return all("target" in values for values in results.values())
 
 
 _ROWS = {
@@ -289,7 +306,9 @@ _ROWS = {
 
 
 def tables(results: Results) -> list[Table]:
-    """A column for each mesh."""
+    """A column for each mesh; of what is compiled, a line."""
+    if _compiled(results):
+        return sharded_offline.tables(results)
 
     def cell(value: Any, form: str) -> str:
         match value:
@@ -304,11 +323,13 @@ def tables(results: Results) -> list[Table]:
 
 
 def figures(run_path: pathlib.Path) -> list[plots.Figure]:
-    """Capacity and exchange by mesh, and requests over time.
+    """Capacity and exchange by mesh, and requests over time; of what is compiled, how it scales.
 
     Args:
       run_path: directory of a finished run; nothing else is read.
     """
+    if (run_path / "compiled.json").exists():
+        return sharded_figures.scaling(run_path)
     steps = files.read_parquet(run_path / "steps.parquet")
     names = steps["mesh"].unique(maintain_order=True).to_list()
     facts = {name: files.read_json(run_path / "parts" / name / "devices.json") for name in names}

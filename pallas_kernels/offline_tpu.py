@@ -21,11 +21,10 @@ from pallas_kernels import tuning
 from pallas_kernels._mosaic_tpu import LANES, SIZES, make_plan
 from pallas_kernels._mosaic_tpu_batch import prefill_tile
 from pallas_kernels.block_copy.shapes import CopyCase
-from pallas_kernels.compat import absent_device
 from pallas_kernels.contiguous_attention.mosaic_tpu import MOST_BLOCK
 from pallas_kernels.kv_write.shapes import WriteCase
 from pallas_kernels.offline import require_packages
-from pallas_kernels.offline_program import program_metrics
+from pallas_kernels.offline_program import compile_absent, program_metrics
 from pallas_kernels.paged_attention.shapes import AttentionCase
 from pallas_kernels.targets import TOPOLOGIES, Topology
 
@@ -56,12 +55,12 @@ def lists(kernel: str) -> bool:
     return not kernel.endswith("prefill")
 
 
-def environment(target: str, *, listings: bool = True) -> dict[str, str]:
+def environment(target: str, *, listings: Sequence[str] = LISTINGS) -> dict[str, str]:
     """Variables of the process that compiles for `target`; libtpu reads them when it is loaded.
 
     Args:
       target: all TPUs are alike.
-      listings: whether the compiler writes what `measure` reads of a kernel.
+      listings: that the compiler writes; all that `measure` reads of a kernel unless it is said otherwise.
     """
     del target
     if not listings:
@@ -69,7 +68,7 @@ def environment(target: str, *, listings: bool = True) -> dict[str, str]:
     return _ENVIRONMENT | {
         # Of some fifty listings of every computation, those that are read here.
         "LIBTPU_INIT_ARGS": "--xla_jf_dump_to={dump_dir} --xla_jf_dump_llo_text=true "
-        f"--xla_jf_dump_llo_pass_label_regex={'|'.join(LISTINGS)}",
+        f"--xla_jf_dump_llo_pass_label_regex={'|'.join(listings)}",
     }
 
 
@@ -116,9 +115,8 @@ def measure(
         else jax.ShapeDtypeStruct(argument.shape, argument.dtype, sharding=placed)
         for argument in arguments
     ]
-    with absent_device(topology.target.device_kind, topology.target.num_cores, "tpu"):
-        compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
-    report = program_metrics(compiled, _operations(compiled, dump_dir))
+    compiled = compile_absent(function, arguments, topology.target)
+    report = program_metrics(compiled, operations(compiled, dump_dir))
     if kernel is not None:
         report |= read_kernel(dump_dir, kernel)
         schedule = read_schedule(_dump(dump_dir, kernel, SCHEDULE))
@@ -310,7 +308,7 @@ def _fetched_bytes(bundles: Sequence[str]) -> int:
     return GRANULE_BYTES * sum(int(granules) for bundle in bundles for granules in _FETCH.findall(bundle))
 
 
-def _operations(compiled: jax.stages.Compiled, dump_dir: pathlib.Path) -> str | None:
+def operations(compiled: jax.stages.Compiled, dump_dir: pathlib.Path) -> str | None:
     """The operations of the program. One that hands a gather to SparseCores cannot show itself; a listing would."""
     try:
         return compiled.as_text()
