@@ -19,7 +19,9 @@ _OPERATION = re.compile(
 _DEFINITION = re.compile(r"^\s*(?:ROOT )?%?(?P<name>[\w.-]+) = (?P<dtype>\w+)\[(?P<sizes>[\d,]*)\]")
 _WHERE = re.compile(r'op_name="([^"]*)"')
 _COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.-]+) \(.*\{$")
-_CALLED = re.compile(r"\b(?:calls|to_apply|condition|body|branch_computations)=(\{[^}]*\}|%?[\w.-]+)")
+_CALLED = re.compile(
+    r"\b(?:calls|to_apply|condition|body|branch_computations|called_computations)=(\{[^}]*\}|%?[\w.-]+)"
+)
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _GROUP = re.compile(r"replica_groups=(?:\{\{(?P<first>[\d,]*)\}|\[\d+,(?P<size>\d+)\])")
 

@@ -17,12 +17,14 @@ Points = Sequence[tuple[int, float, float]]  # devices, ms of a step, tokens per
 
 
 def scaling(run_path: pathlib.Path) -> list[plots.Figure]:
-    """Strong and weak scaling.
+    """Strong and weak scaling; nothing where all meshes have as many devices.
 
     Args:
       run_path: directory of a finished run; nothing else is read.
     """
     found = files.read_json(run_path / "compiled.json")
+    if len({row.get("devices") for row in found.values() if "work" in row}) < 2:
+        return []
     config = configs.read_yaml(run_path / "config.yaml")
     rows, context = config["rows"], config["offline"]["context"]
     return [

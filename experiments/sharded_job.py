@@ -22,19 +22,20 @@ from pallas_kernels.targets import TOPOLOGIES, Target
 from paxkv.capacity import blocks_for
 from paxkv.config import MemoryConfig
 from paxkv.kv_format import scheme
-from paxkv.model_shapes import KVShape
-from paxkv.sharding import MeshShape, Rules, make_mesh
+from paxkv.sharding import Rules, make_mesh
 
 # Attention and cache writes by platform; XLA where the kernel refuses.
 KERNELS: Mapping[str, tuple[str, ...]] = {"gpu": ("triton", "xla"), "tpu": ("mosaic_tpu", "xla")}
 _TILE_BYTES = 512  # that a small array takes in the memory of a TPU
+# Of the weights of a layer, those that a compiler with wider tiles than those of arguments copies.
+_LAID_OUT_ANEW = ("o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 def environment(target: str) -> dict[str, str]:
     """Variables of the process."""
     if TOPOLOGIES[target].target.platform == "gpu":
         return {}
-    return offline_tpu.environment(target, listings=(offline_tpu.OPERATIONS,))
+    return offline_tpu.environment(target, listings=offline_tpu.NO_LISTINGS)
 
 
 def published(model: str) -> DecoderConfig:
@@ -79,7 +80,7 @@ def compile_step(
       mesh: such as `d1m8k1`, of its first devices.
       usable_bytes: of a device's memory.
       reserve_bytes: kept free for what a step computes.
-      laid_out_anew: whether room is kept for a second copy of the layers' weights.
+      laid_out_anew: whether room is kept for a second copy of the layers' largest weights.
       memory: fields of `MemoryConfig`.
       kv_format: how keys and values are stored.
       rows: of a replica; each computes one token.
@@ -102,7 +103,8 @@ def compile_step(
     on_mesh = make_mesh(shape, config.q_heads, config.kv_heads, replicate_kv_heads=replicate_kv_heads, devices=devices)
     weights = abstract_stacked(config, on_mesh, rules)
     weight_bytes = shard_bytes(weights)
-    copy_bytes = shard_bytes(weights["layers"]) if laid_out_anew else 0
+    copied = (weights["layers"][part].get(name) for part in ("attention", "ffn") for name in _LAID_OUT_ANEW)
+    copy_bytes = shard_bytes(list(copied)) if laid_out_anew else 0
     kv_shape = dataclasses.replace(
         fmt.shape(config.layers, config.kv_heads, config.head_dim),
         tensor_parallel=shape.model,
@@ -218,5 +220,5 @@ def _missing(facts: Mapping[str, Any], sequence: int, enough: int, target: Targe
     return f"{why}: {_gb(lacking)} are missing; at least {enough} {target.name} devices would have to share a replica"
 
 
-def _gb(size: int) -> str:
+def _gb(size: float) -> str:
     return f"{size / 1e9:.2f} GB"

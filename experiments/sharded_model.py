@@ -9,12 +9,13 @@ longer; what two splits or two numbers of devices have to do for the same tokens
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 
 from experiments.collectives import Collective
 from experiments.sharded_setup import Server
+from models.decoder import Decode
 from pallas_kernels.targets import Target
 
 
@@ -45,7 +46,7 @@ def work_of(server: Server, params: Any, collectives: Sequence[Collective]) -> S
       collectives: of the step, of all rows.
     """
     sharded = server.sharded
-    config: Any = sharded.engine.decode.config  # pyright: ignore[reportFunctionMemberAccess]
+    config = cast(Decode, sharded.engine.decode).config
     blocks_over = sharded.mesh.shape["kv"]
     # Of the embedding a step reads a few rows, unless it is the output projection as well.
     table = 0 if config.tied_embeddings else config.vocab * config.width

@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from experiments import sharded_job
+from experiments import jax_setup, sharded_job
 from experiments.compile import broken_limits
 from experiments.progress import Progress
 from experiments.results import Results, Table, show
@@ -48,7 +48,8 @@ class Offline:
       models: published ones, such as llama3_8b, in bfloat16.
       memory_fraction: share of a device's memory that the server may use, as decimal text.
       reserve: of that, what is kept free for what a step computes.
-      laid_out_anew: targets whose compiler lays the weights of the layers out anew, so that there are two of each.
+      laid_out_anew: targets whose compiler lays the layers' largest weights out anew in every step, so that there are
+        two of each.
       context: tokens that each request of the modelled step has stored.
       jobs: processes that compile at once.
       time_limit_s: of each of them.
@@ -93,12 +94,13 @@ def cases(config: Any) -> list[Case]:
 
 
 def check(config: Any) -> None:
-    """Refuses what cannot be compiled.
+    """Refuses what cannot be compiled. This process looks for no device, as the compilers would take it for theirs.
 
     Raises:
       ValueError: a name is unknown, a mesh does not suit a model or has more devices than a target, or a number is out
         of range.
     """
+    jax_setup.stay_on_cpu()
     asked: Offline = config.offline
     require_int("offline.context", asked.context)
     require_int("offline.jobs", asked.jobs)

@@ -58,7 +58,7 @@ class Serving:
     replicate_kv_heads: bool = True
     policy: Policy = FIRST_COME
     cost: StepCost = dataclasses.field(default_factory=StepCost)
-    kernels: str | None = None
+    kernels: str | tuple[str, ...] | None = None
 
 
 def parse_mesh(name: str) -> MeshShape:

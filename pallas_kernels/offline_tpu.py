@@ -38,8 +38,9 @@ _FETCH = re.compile(r"dma\.(?:hbm_to_vmem|general(?=[^;]*hbm-to-vmem))[^;]*?/\*s
 _ALLOCATION = re.compile(r"space=(vmem|smem), size = (0x[0-9a-f]+)")
 SCHEDULE, ALLOCATIONS = "packed-bundles-post-ra", "post-bundle-packing-post-ra"
 UTILIZATION = "final_hlo-static-per-bundle-utilization"
-OPERATIONS = "hlo-details"
-LISTINGS = (SCHEDULE, ALLOCATIONS, UTILIZATION, OPERATIONS)
+LISTINGS = (SCHEDULE, ALLOCATIONS, UTILIZATION)
+NO_LISTINGS = ("none",)
+"""But for the program as a whole, which the compiler writes in any case."""
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -309,11 +310,18 @@ def _fetched_bytes(bundles: Sequence[str]) -> int:
 
 
 def operations(compiled: jax.stages.Compiled, dump_dir: pathlib.Path) -> str | None:
-    """The operations of the program. One that hands a gather to SparseCores cannot show itself; a listing would."""
+    """The operations of the program as HLO writes them; None if nothing tells them.
+
+    A program that hands work to SparseCores cannot show itself, but the compiler writes it down beside its listings.
+
+    Args:
+      compiled: the program, the last one that was compiled.
+      dump_dir: of the `environment`.
+    """
     try:
         return compiled.as_text()
     except jax.errors.JaxRuntimeError:
-        last = max(dump_dir.glob(f"*-TLP-*-{OPERATIONS}.txt"), default=None)  # of the top level, after the last pass
+        last = max(dump_dir.glob("*-TLP-hlo.txt"), default=None)
         return None if last is None else last.read_text()
 
 
