@@ -23,6 +23,7 @@ from paxkv.capacity import blocks_for
 from paxkv.config import MemoryConfig
 from paxkv.kv_format import scheme
 from paxkv.sharding import Rules, make_mesh
+from paxkv.split_paged import MERGE
 
 # Attention and cache writes by platform; XLA where the kernel refuses.
 KERNELS: Mapping[str, tuple[str, ...]] = {"gpu": ("triton", "xla"), "tpu": ("mosaic_tpu", "xla")}
@@ -168,7 +169,13 @@ def _compiled(
     block_bytes = server.device_shape.block_bytes(memory.block_size)
     kv_parts, kv_bytes = sharded.mesh.shape["kv"], shard_bytes(pools)
     blocks = (facts["usable_bytes"] - (total - kv_bytes)) // block_bytes * kv_parts
-    merges = [(one, one.times) for one in found if (one.kind, one.operand_bytes) in merge_exchanges(sharded)]
+    # By name, as the decoder's sums may have the size of one of a merge.
+    merges = [one for one in found if MERGE in one.where]
+    expected_merges = dict.fromkeys(merge_exchanges(sharded), config.layers)
+    differences = (
+        _differences(expected_exchanges(sharded), totals(found)),
+        _differences(expected_merges, totals(merges)),
+    )
     kernels = [f"{op}: {', '.join(c['backend'] for c in chosen[op])}" for op in ("paged_attention", "kv_write")]
     sums = {kind: sum(one.given_bytes for one in found if one.kind == kind) for kind in ("all-reduce", "all-gather")}
     fits = total <= facts["usable_bytes"]
@@ -190,8 +197,8 @@ def _compiled(
         "collective_bytes_per_step": sum(one.given_bytes for one in found),
         "all_reduce_bytes_per_step": sums["all-reduce"],
         "all_gather_bytes_per_step": sums["all-gather"],
-        "merge_bytes_per_step": sum(one.operand_bytes * times for one, times in merges),
-        "unexpected_exchanges": _differences(expected_exchanges(sharded), totals(found)),
+        "merge_bytes_per_step": sum(one.given_bytes for one in merges),
+        "unexpected_exchanges": "; to merge: ".join(filter(None, differences)),
         "kernel": "; ".join(kernels),
         "work": dataclasses.asdict(work_of(server, weights, found)),
     }

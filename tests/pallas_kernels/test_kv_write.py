@@ -178,3 +178,12 @@ def test_a_wrong_argument_is_named_with_what_was_expected(change, message):
     right = {"k_pool": array(4, 1, 8), "v_pool": array(4, 1, 8), "k_new": array(2, 1, 8), "v_new": array(2, 1, 8)}
     with pytest.raises(ValueError, match=message):
         inspect.unwrap(kv_write)(**(right | {"slots": array(2, dtype=jnp.int32)} | change))
+
+
+@pytest.mark.parametrize(("dtype", "heads"), [("bfloat16", 1), ("float8_e4m3fn", 2)])
+def test_the_tpu_kernel_leaves_slots_that_share_a_word_to_xla(dtype, heads):
+    pool, new = array(8, heads, 128, dtype=dtype), jnp.ones((3, heads, 128), dtype)
+    with pytest.raises(NotImplementedError, match=f"slots of whole 32-bit words, .* of {dtype}, got {heads}"):
+        kv_write(pool, pool, new, new, ints(1, 8, 3), backend="mosaic_tpu")
+    out = kv_write(pool, pool, new, new, ints(1, 8, 3), backend=("mosaic_tpu", "xla"))
+    assert np.flatnonzero(np.asarray(out.k, np.float32).any(axis=(1, 2))).tolist() == [1, 3]
