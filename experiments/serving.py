@@ -42,6 +42,7 @@ def serve(
     shape: KVShape,
     steps_per_dispatch: int,
     on_dispatch: Callable[[int], None] = lambda newly_ended: None,
+    compiler_options: dict[str, Any] | None = None,
 ) -> Served:
     """Runs `engine` until every request has ended.
 
@@ -53,6 +54,7 @@ def serve(
       shape: of the model's keys and values.
       steps_per_dispatch: steps that run on the device between two looks of the host.
       on_dispatch: called with the number of requests that have ended since it was called last.
+      compiler_options: of XLA, for the engine; None for the usual ones.
 
     Raises:
       ValueError: the arrays of keys and values do not fit into the device, or the modelled clock ran out.
@@ -63,7 +65,7 @@ def serve(
     cache = _allocate(shape, memory, engine.kv_format)
     state = init_engine(engine, requests, cache)
     begin = time.perf_counter()
-    advance = run_steps.lower(engine, params, requests, state, steps_per_dispatch).compile()
+    advance = run_steps.lower(engine, params, requests, state, steps_per_dispatch).compile(compiler_options)
     picture = jax.jit(_owning_requests, static_argnums=0).lower(memory, state).compile()
     wall_compile_s = time.perf_counter() - begin
 
