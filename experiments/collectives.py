@@ -4,8 +4,6 @@ import math
 import re
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 _KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 _DTYPES = {
     "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8,
@@ -33,26 +31,27 @@ def read_collectives(operations: str) -> list[Collective]:
       operations: as `jax.stages.Compiled.as_text()` lists them.
 
     Raises:
-      ValueError: an operand's size cannot be read.
+      ValueError: an operand's size or dtype cannot be read.
     """
     lines = operations.splitlines()
-    sizes = {m["name"]: _bytes(m["dtype"], m["sizes"]) for m in map(_DEFINITION.match, lines) if m}
+    arrays = {m["name"]: (m["dtype"], m["sizes"]) for m in map(_DEFINITION.match, lines) if m}
     found = []
     for line in lines:
         match = _OPERATION.match(line)
         if match is None:
             continue
         operands = [word.strip().split(" ")[-1].lstrip("%") for word in match["given"].split(", ") if "=" not in word]
-        missing = [name for name in operands if name not in sizes]
+        missing = [name for name in operands if name not in arrays]
         if missing:
             raise ValueError(f"operations: expected a size for every operand of {match['name']}, got none of {missing}")
         where = _WHERE.search(line)
-        found.append(Collective(match["kind"], sum(sizes[name] for name in operands), where[1] if where else ""))
+        found.append(
+            Collective(match["kind"], sum(_bytes(*arrays[name]) for name in operands), where[1] if where else "")
+        )
     return found
 
 
 def _bytes(dtype: str, sizes: str) -> int:
-    width = _DTYPES.get(dtype)
-    if width is None:
-        width = jnp.dtype(dtype).itemsize if dtype in ("int4",) else 0
-    return width * math.prod(int(size) for size in sizes.split(",") if size)
+    if dtype not in _DTYPES:
+        raise ValueError(f"operations: expected operands of {', '.join(_DTYPES)}, got one of dtype {dtype!r}")
+    return _DTYPES[dtype] * math.prod(int(size) for size in sizes.split(",") if size)

@@ -115,7 +115,7 @@ def _collect(config: Config, evaluation: Evaluation, run_dir: RunDirectory) -> d
 
 def _capacity(config: Config, evaluation: Evaluation, fmt: KVFormat) -> Any:
     budget = kv_budget(parse_size(config.kv_memory, "kv_memory"), "1")
-    return capacity_of(fmt, evaluation.subject.decode.config, config.block_size, budget)
+    return capacity_of(fmt, evaluation.subject.decode.config, config.block_size, budget, config.rows)
 
 
 def _capacities(config: Config, evaluation: Evaluation) -> dict[str, dict[str, Any]]:

@@ -40,7 +40,7 @@ class Capacity(NamedTuple):
         }
 
 
-def capacity_of(fmt: KVFormat, model: DecoderConfig, block_size: int, budget_bytes: int) -> Capacity:
+def capacity_of(fmt: KVFormat, model: DecoderConfig, block_size: int, budget_bytes: int, rows: int) -> Capacity:
     """What a model's keys and values take in a format.
 
     Raises:
@@ -48,6 +48,7 @@ def capacity_of(fmt: KVFormat, model: DecoderConfig, block_size: int, budget_byt
     """
     shape, plain = (f.shape(model.layers, model.kv_heads, model.head_dim) for f in (fmt, scheme("bf16")))
     block_bytes = shape.block_bytes(block_size)
+    budget_bytes = max(1, budget_bytes - rows * shape.row_bytes)  # plan_blocks says if nothing fits
     return Capacity(
         bytes_per_token=Fraction(block_bytes, block_size),
         blocks=plan_blocks(shape, block_size, budget_bytes).num_blocks,

@@ -48,7 +48,7 @@ class Evaluation:
     _reference: dict[tuple[str, int], Float32[Array, "tokens vocab"]] = dataclasses.field(default_factory=dict)
     _attended: dict[str, tuple[Attended, ...]] = dataclasses.field(default_factory=dict)
     _continuations: dict[tuple[str, int], list[Step]] = dataclasses.field(default_factory=dict)
-    _calibrations: dict[int, Calibration] = dataclasses.field(default_factory=dict)
+    _calibrations: dict[tuple[int, bool, int], Calibration] = dataclasses.field(default_factory=dict)
 
     @property
     def facts(self) -> dict[str, Any]:
@@ -190,10 +190,13 @@ class Evaluation:
         """Of the model with its outlier; None for formats that need none."""
         if "static" not in (fmt.k.calibration, fmt.v.calibration):
             return None
-        if factor not in self._calibrations:
+        key = (factor, fmt.rotate, fmt.precise_tokens)
+        if key not in self._calibrations:
             subject = self.with_outlier(factor)
-            self._calibrations[factor] = calibrate(subject.decode, subject.params, self.calibration_windows)
-        return self._calibrations[factor]
+            self._calibrations[key] = calibrate(
+                subject.decode, subject.params, self.calibration_windows, rotated=fmt.rotate, skip=fmt.precise_tokens
+            )
+        return self._calibrations[key]
 
 
 def load(config: Config) -> Evaluation:
