@@ -90,7 +90,7 @@ def test_a_finished_run_is_not_run_again(finished, capsys):
             "d1m4k1: mesh.model: expected a divisor of the 2 KV heads",
         ),
         ({"meshes": ("d1m1k3",), "ffn": ("model",)}, "d1m1k3: vocab: expected a multiple of the 3 parts"),
-        ({"kv_memory": "1 KiB"}, "budget_bytes must hold a block"),
+        ({"kv_memory": "1000 B"}, "budget_bytes must hold a block"),
         ({"kv_format": "e4m3_layer"}, "kv_format: expected one whose scales need no calibration"),
         ({"memory": MemoryConfig(kind="vattention")}, "kind"),
     ],
