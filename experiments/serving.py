@@ -12,6 +12,7 @@ import polars as pl
 
 from experiments.workloads.workload import Workload
 from paxkv.attend import block_size_of
+from paxkv.capacity import entry_shape
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine, EngineState, StepRecord, all_ended, init_engine, output_tokens, run_steps
 from paxkv.init_cache import init_kv_cache
@@ -101,17 +102,17 @@ def serve(
 
 def _allocate(shape: KVShape, memory: KVMemory[Any], kv_format: KVFormat) -> KVCache:
     """The arrays of keys and values, or a sentence that says why there are none."""
-    slots = memory.num_slots
+    slots, entry = memory.num_slots, entry_shape(shape, memory.layer_groups)
     try:
         cache = init_kv_cache(
-            shape.layers, slots, shape.kv_heads, shape.head_dim, kv_format, block_size=block_size_of(memory)
+            entry.layers, slots, entry.kv_heads, entry.head_dim, kv_format, block_size=block_size_of(memory)
         )
         return jax.block_until_ready(cache)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise ValueError(
-            f"the device has no room for keys and values of {slots} slots, {slots * shape.token_bytes} bytes; lower "
+            f"the device has no room for keys and values of {slots} slots, {slots * entry.token_bytes} bytes; lower "
             "the budget, and for vAttention, whose virtual ranges are real arrays here, rows or max_model_len"
         ) from error
 

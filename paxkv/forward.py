@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from paxkv.attend import MemoryAttend
+from paxkv.attend import MemoryAttend, check_groups, slots_by_group
 from paxkv.kv_cache import KVCache
 from paxkv.kv_format import KVFormat
 from paxkv.memory import Ask, Content, KVMemory
@@ -26,6 +26,10 @@ class Reader:
     decode: Any  # see `paxkv.engine.Decode`
     kv_format: KVFormat
     backend: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        """Refuses groups of layers that a model cannot attend over."""
+        check_groups(self.memory, self.kv_format)
 
 
 def begin(
@@ -87,8 +91,9 @@ def _admit(memory: KVMemory[Any], state: Any, ask: Ask) -> tuple[Any, Int32[Arra
 @jax.jit(static_argnames=("memory", "num_tokens", "max_q_len"))
 def _make_room(
     memory: KVMemory[Any], state: Any, new_tokens: Int32[Array, " rows"], num_tokens: int, max_q_len: int
-) -> tuple[Any, Ragged, Int32[Array, " tokens"], Int32[Array, ""]]:
+) -> tuple[Any, Ragged, tuple[Int32[Array, " tokens"], ...], Int32[Array, ""]]:
+    state = memory.background(state)  # what the last call stored is computed
     starts = memory.seqs(state).lengths
     state, outcome = memory.append(state, new_tokens, max_q_len)
     batch = ragged(starts, new_tokens, num_tokens)
-    return state, batch, memory.slots(state, batch.row, batch.position), outcome
+    return state, batch, slots_by_group(memory, state, batch), outcome

@@ -423,6 +423,9 @@ class Paged:
     def background(self, state: PagedState) -> PagedState:
         return lifecycle.free_out_of_view(self, state)
 
+    def of_group(self, state: PagedState, group: int) -> PagedState:
+        return dataclasses.replace(state, tables=(state.tables[group],))
+
     def slots(
         self, state: PagedState, row: Int32[Array, " tokens"], position: Int32[Array, " tokens"]
     ) -> Int32[Array, " tokens"]:

@@ -85,7 +85,7 @@ def run(fmt, change=lambda layer: layer):
     slots = MEMORY.slots(state, jnp.zeros(TOKENS, jnp.int32), jnp.arange(TOKENS, dtype=jnp.int32))
     q, k, v = inputs()
     layer = store_at(fmt, new_cache(fmt).layers[0], k[:last], v[:last], slots[:last])
-    attend = MemoryAttend(state, slots[last:], jnp.array([0, 1, 1], jnp.int32), MEMORY, fmt, 1)
+    attend = MemoryAttend(state, (slots[last:],), jnp.array([0, 1, 1], jnp.int32), MEMORY, fmt, 1)
     return np.asarray(attend_in(attend, q[last:], k[last:], v[last:], change(layer), AttentionSpec())[0])
 
 
