@@ -30,7 +30,7 @@ MAX_LEN, BUDGET, STEPS, SIZE = 40, 6, 16, 2
 # Windows of layers. Of five layers two see all, and the last group of the others has an entry to spare.
 MODELS = {"gemma": (4, 4, None, 4, None), "mistral": (5, 5), "one": (5,)}
 LENGTHS, OUTPUTS = [18, 25, 5, 12, 31, 1], [20, 12, 16, 7, 8, 12]
-NUM_BLOCKS = {"gemma": 55, "mistral": 8, "one": 8}
+NUM_BLOCKS = {"gemma": 55, "mistral": 14, "one": 8}
 KNOBS = {
     "plain": {},
     "cache": {"cache": PrefixCache(publish="on_compute", duplicates="merge")},
@@ -38,7 +38,6 @@ KNOBS = {
     "swap": {"host_blocks": 60},
     "all": {"cache": PrefixCache(), "forks": True, "host_blocks": 80},
 }
-QUICK = {("gemma", "plain"), ("mistral", "cache")}
 
 
 @functools.cache
@@ -124,7 +123,7 @@ def expected(model):
 @pytest.mark.parametrize(
     ("model", "knobs"),
     [
-        pytest.param(model, knobs, marks=() if (model, knobs) in QUICK else pytest.mark.soak)
+        pytest.param(model, knobs, marks=() if (model, knobs) == ("gemma", "plain") else pytest.mark.soak)
         for model in ("gemma", "mistral")
         for knobs in KNOBS
     ],
@@ -134,9 +133,11 @@ def test_greedy_tokens_are_those_of_a_float64_model_without_a_cache(model, knobs
     tokens, records = serve(model, memory)
     assert tokens == expected(model)
     assert records.new_tokens.max() > 1
-    assert records.preempted.sum() > 0
-    assert (records.hit_tokens.sum() > 0) == (memory.cache is not None or memory.host_blocks > 0)
-    assert (records.swapped_in_blocks.sum() > 0) == (memory.host_blocks > 0)
+    short = model == "gemma"  # where all layers have a window, nobody outgrows what he was admitted with
+    assert (records.preempted.sum() > 0) == short
+    swaps = short and memory.host_blocks > 0
+    assert (records.hit_tokens.sum() > 0) == (swaps or memory.cache is not None)
+    assert (records.swapped_in_blocks.sum() > 0) == swaps
 
 
 @pytest.mark.soak
@@ -291,15 +292,14 @@ def test_a_layer_that_sees_more_than_its_group_keeps_is_refused(windows, layer, 
     state = init_engine(engine, workload(), filled_cache(2, shape, 0))
     with pytest.raises(ValueError, match=f"spec.window: expected at most 5.*got {got}") as caught:
         run_steps.lower(engine, params("mistral"), workload(), state, STEPS)
-    assert caught.value.__notes__ == [f"in layer {layer} of the model"]
+    assert caught.value.__notes__[0] == f"in layer {layer} of the model"
 
 
 def test_a_layer_of_no_group_is_refused():
     memory = grouped("mistral")
-    engine = Engine(memory, fake_model.decode, BUDGET)
+    engine = Engine(memory, fake_model.Model((5, 5, 5)), BUDGET)
     shape = (memory.num_slots, fake_model.KV_HEADS, fake_model.HEAD_DIM)
     state = init_engine(engine, workload(), filled_cache(2, shape, 0))
+    three = fake_model.as_params(fake_model.make_tables(1, 3, MAX_LEN))
     with pytest.raises(ValueError, match="layer: expected one of those in the memory's groups, got 2"):
-        run_steps.lower(
-            engine, fake_model.as_params(fake_model.make_tables(1, 3, MAX_LEN))[2:] * 3, workload(), state, 1
-        )
+        run_steps.lower(engine, three, workload(), state, STEPS)
