@@ -92,6 +92,7 @@ def _empty_cache(subject: Subject, context: int, fmt: KVFormat, calibration: Cal
         config.head_dim,
         fmt,
         block_size=subject.block_size,
+        rows=memory.rows,
         calibration=calibration,
     )
 

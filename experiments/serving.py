@@ -103,10 +103,9 @@ def serve(
 def _allocate(shape: KVShape, memory: KVMemory[Any], kv_format: KVFormat) -> KVCache:
     """The arrays of keys and values, or a sentence that says why there are none."""
     slots, entry = memory.num_slots, entry_shape(shape, memory.layer_groups)
+    sizes = (entry.layers, slots, entry.kv_heads, entry.head_dim)
     try:
-        cache = init_kv_cache(
-            entry.layers, slots, entry.kv_heads, entry.head_dim, kv_format, block_size=block_size_of(memory)
-        )
+        cache = init_kv_cache(*sizes, kv_format, block_size=block_size_of(memory), rows=memory.rows)
         return jax.block_until_ready(cache)
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):

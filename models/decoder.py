@@ -16,6 +16,7 @@ from jaxtyping import Array, Float, Float32, Int32, PyTree
 from models.config import DecoderConfig
 from models.dense_attend import DenseAttend
 from models.layers import Layer, RMSNorm, project, random_weight, run_layer
+from models.split import WHOLE, Split, gather_logits, look_up
 from paxkv.kv_cache import Attend, KVCache, attend_layer, no_cache
 
 # The weights of a model, as `nnx.split` gives them.
@@ -29,13 +30,15 @@ _EMBEDDING_FAN_IN = 2500
 class Decoder(nnx.Module):
     """Embedding, layers, final norm, output projection; weights drawn from `rngs`."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, split: Split = WHOLE) -> None:
         self.embedding = random_weight(config, rngs, (config.vocab, config.width), fan_in=_EMBEDDING_FAN_IN)
-        self.layers = nnx.List([Layer(config, config.window_of(i), rngs=rngs) for i in range(config.layers)])
+        self.layers = nnx.List(
+            [Layer(config, config.window_of(i), rngs=rngs, split=split) for i in range(config.layers)]
+        )
         self.norm = RMSNorm(config, config.width)
         if not config.tied_embeddings:
             self.output = random_weight(config, rngs, (config.vocab, config.width), fan_in=config.width)
-        self.config = config
+        self.config, self.split = config, split
 
     def __call__(
         self,
@@ -55,19 +58,19 @@ class Decoder(nnx.Module):
           attend: Stores the new keys and values and attends over all; owns causality.
         """
         config, embedding = self.config, self.embedding[...]
-        x = _take_rows(embedding, tokens, fill=jnp.nan).astype(config.dtype)
+        x = look_up(embedding, tokens, self.split.vocab).astype(config.dtype)
         if config.embedding_scale:
             # Rounded to the activations' dtype, as the models were trained.
             x *= jnp.asarray(config.width**0.5, x.dtype)
         for i, layer in enumerate(self.layers):
             x, cache = attend_layer(attend, i, cache, functools.partial(run_layer, layer, x, positions))
         # Most of a prefill chunk needs no logits: pick first, project after.
-        x = self.norm(_take_rows(x, select, fill=0.0))
+        x = self.norm(x.at[select].get(mode="fill", fill_value=0, wrap_negative_indices=False))
         output = embedding if config.tied_embeddings else self.output[...]
         logits = project("rd,vd->rv", x, output, jnp.dtype("float32"))
         if config.final_soft_cap is not None:
             logits = config.final_soft_cap * jnp.tanh(logits / config.final_soft_cap)
-        return logits, cache
+        return gather_logits(logits, self.split.vocab), cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,7 +80,8 @@ class Decode:
     Two models of one config give equal `Decode`s, which share a compiled program.
     """
 
-    config: DecoderConfig
+    config: DecoderConfig  # of the whole, or of a device's part
+    split: Split = WHOLE
 
     def __call__(
         self,
@@ -93,23 +97,23 @@ class Decode:
 
     def model(self, params: Params) -> Decoder:
         """The decoder with these weights."""
-        return nnx.merge(_structure(self.config), params)
+        return nnx.merge(_structure(self.config, self.split), params)
 
 
-def abstract_decoder(config: DecoderConfig) -> Decoder:
+def abstract_decoder(config: DecoderConfig, split: Split = WHOLE) -> Decoder:
     """A decoder whose weights are shapes and dtypes only."""
-    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0)))
+    return nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), split=split))
 
 
 @functools.cache
-def _structure(config: DecoderConfig) -> nnx.GraphDef[Decoder]:
+def _structure(config: DecoderConfig, split: Split) -> nnx.GraphDef[Decoder]:
     """What a decoder is beside its weights; takes a while to find out for many layers."""
-    return nnx.graphdef(abstract_decoder(config))
+    return nnx.graphdef(abstract_decoder(config, split))
 
 
 def make_decode(model: Decoder) -> tuple[Decode, Params]:
     """Splits a model into the function an engine calls and the weights it passes (a pytree of arrays)."""
-    return Decode(model.config), nnx.as_pure(nnx.state(model))
+    return Decode(model.config, model.split), nnx.as_pure(nnx.state(model))
 
 
 def forward(
@@ -122,9 +126,3 @@ def forward(
     cache = no_cache(decode.config.layers)
     logits, _ = decode(params, tokens.reshape(-1), positions, select, cache, DenseAttend(batch))
     return logits.reshape(batch, context, -1)
-
-
-def _take_rows(
-    table: Float[Array, "rows width"], rows: Int32[Array, " picked"], fill: float
-) -> Float[Array, "picked width"]:
-    return table.at[rows].get(mode="fill", fill_value=fill, wrap_negative_indices=False)

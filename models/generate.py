@@ -79,9 +79,8 @@ def generate(
         )
     max_len = _padded(end)
     memory = Paged(rows=1, max_len=max_len, block_size=block_size, num_blocks=-(-max_len // block_size))
-    cache = init_kv_cache(
-        config.layers, memory.num_slots, config.kv_heads, config.head_dim, kv_format, block_size=block_size
-    )
+    shape = (config.layers, memory.num_slots, config.kv_heads, config.head_dim)
+    cache = init_kv_cache(*shape, kv_format, block_size=block_size, rows=memory.rows)
     reader = Reader(memory, decode, kv_format)
     state, _, outcome = begin(reader, memory.init(), length, end)
     _require_ok(outcome)

@@ -17,6 +17,7 @@ from jaxtyping import Array, Float, Int32
 
 from models.config import Activation, DecoderConfig
 from models.rope import rope
+from models.split import WHOLE, Split, add_up
 from paxkv.kv_cache import AttentionSpec, LayerAttend, LayerCache
 
 _ACTIVATIONS: Mapping[Activation, Callable[[jax.Array], jax.Array]] = {
@@ -61,7 +62,7 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query self-attention; what is kept of earlier tokens, and where, is `attend`'s business."""
 
-    def __init__(self, config: DecoderConfig, window: int | None, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, window: int | None, *, rngs: nnx.Rngs, split: Split = WHOLE) -> None:
         d, n, m, h = config.width, config.q_heads, config.kv_heads, config.head_dim
         self.q_proj = random_weight(config, rngs, (d, n, h), fan_in=d)
         self.k_proj = random_weight(config, rngs, (d, m, h), fan_in=d)
@@ -77,7 +78,7 @@ class Attention(nnx.Module):
         self.rope_theta, self.rope_scaling = config.rope_theta, config.rope_scaling
         if window is not None and config.local_rope_theta is not None:
             self.rope_theta, self.rope_scaling = config.local_rope_theta, None
-        self.config = config
+        self.config, self.split = config, split
 
     def __call__(
         self,
@@ -99,23 +100,24 @@ class Attention(nnx.Module):
             q, k = self.q_norm(q), self.k_norm(k)
         q, k = (rope(heads, positions, self.rope_theta, self.rope_scaling) for heads in (q, k))
         out, cache = attend(q, k, v, cache, self.spec)
-        return project("tnh,nhd->td", out, self.o_proj[...]), cache
+        return add_up(project("tnh,nhd->td", out, self.o_proj[...]), self.split.heads), cache
 
 
 class FeedForward(nnx.Module):
     """The gated feed-forward block (Shazeer, arXiv:2002.05202): SwiGLU or GeGLU."""
 
-    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, *, rngs: nnx.Rngs, split: Split = WHOLE) -> None:
         self.gate_proj = random_weight(config, rngs, (config.width, config.ffn), fan_in=config.width)
         self.up_proj = random_weight(config, rngs, (config.width, config.ffn), fan_in=config.width)
         self.down_proj = random_weight(config, rngs, (config.ffn, config.width), fan_in=config.ffn * 2 * config.layers)
         self.activation: Activation = config.activation
+        self.split = split
 
     def __call__(self, x: Float[Array, "tokens width"]) -> Float[Array, "tokens width"]:
         """Each token by itself."""
         gate = _ACTIVATIONS[self.activation](project("td,df->tf", x, self.gate_proj[...]))
         up = project("td,df->tf", x, self.up_proj[...])
-        return project("tf,fd->td", gate * up, self.down_proj[...])
+        return add_up(project("tf,fd->td", gate * up, self.down_proj[...]), self.split.ffn)
 
 
 class Layer(nnx.Module):
@@ -125,13 +127,14 @@ class Layer(nnx.Module):
       config: of the decoder.
       window: positions a query of this layer sees, its own included; None for all.
       rngs: the weights are drawn from it.
+      split: what is shared with other devices.
     """
 
-    def __init__(self, config: DecoderConfig, window: int | None, *, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: DecoderConfig, window: int | None, *, rngs: nnx.Rngs, split: Split = WHOLE) -> None:
         self.attention_norm = RMSNorm(config, config.width)
-        self.attention = Attention(config, window, rngs=rngs)
+        self.attention = Attention(config, window, rngs=rngs, split=split)
         self.ffn_norm = RMSNorm(config, config.width)
-        self.ffn = FeedForward(config, rngs=rngs)
+        self.ffn = FeedForward(config, rngs=rngs, split=split)
         if config.post_norms:
             self.attention_post_norm = RMSNorm(config, config.width)
             self.ffn_post_norm = RMSNorm(config, config.width)

@@ -12,6 +12,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
+from pallas_kernels._ragged import MAX_INT32
+
 
 class Batch(NamedTuple):
     """The legal part of a ragged batch, and the tokens that are not answered."""
@@ -34,6 +36,7 @@ def legal_in_blocks(
     max_q_len: int,
     window: int | None,
     reads_new: bool,
+    block_order: Int32[Array, "seqs blocks_per_seq"] | None = None,
 ) -> tuple[Int32[Array, "seqs blocks_per_seq"], Batch]:
     """Tables that hold block ids alone, and the batch; a query that sees an entry that was none is broken.
 
@@ -47,11 +50,18 @@ def legal_in_blocks(
       max_q_len: most queries of one sequence.
       window: positions that a query sees, its own included; None for all.
       reads_new: whether the batch's own keys come from beside the pool, so that their table entries do not matter.
+      block_order: which block of its sequence each entry is, if a table has only some of them.
     """
-    batch, (seq_ids, positions, num_stored) = _legal(
-        kv_lens, cu_q_lens, tokens=tokens, max_q_len=max_q_len, room=block_tables.shape[1] * block_size
-    )
+    room = MAX_INT32 if block_order is not None else block_tables.shape[1] * block_size
+    batch, (seq_ids, positions, num_stored) = _legal(kv_lens, cu_q_lens, tokens=tokens, max_q_len=max_q_len, room=room)
     is_block = (block_tables >= 0) & (block_tables < blocks)
+    if block_order is not None:
+        order, first = block_order[seq_ids], jnp.zeros_like(positions)
+        if window is not None:
+            first = jnp.maximum(positions - (window - 1), 0) // block_size
+        seen = (order >= first[:, None]) & (order <= (positions // block_size)[:, None])
+        unplaced = ~batch.empty & jnp.any(seen & ~is_block[seq_ids], axis=1)
+        return jnp.where(is_block, block_tables, 0), batch._replace(broken=batch.broken | unplaced)
     illegal_before = jnp.pad(jnp.cumsum(~is_block, axis=1, dtype=jnp.int32), ((0, 0), (1, 0)))
     last = jnp.minimum(positions, num_stored - 1) if reads_new else positions
     first = jnp.zeros_like(last) if window is None else jnp.maximum(positions - (window - 1), 0)

@@ -72,6 +72,8 @@ def check_ragged(
     *,
     k_new: jax.Array | None,
     v_new: jax.Array | None,
+    k_first: jax.Array | None,
+    v_first: jax.Array | None,
     sinks: jax.Array | None,
 ) -> None:
     """Checks the arrays that attention over blocks and over ranges share; `k` and `v` end in [kv_heads, head_dim]."""
@@ -97,6 +99,14 @@ def check_ragged(
                 f"of shape [tokens, kv_heads, head_dim] = {(tokens, kv_heads, head_dim)}",
                 tuple(new.shape),
             )
+    require((k_first is None) == (v_first is None), "v_first", "given exactly if k_first is", "one of them alone")
+    for argument, first in (("k_first", k_first), ("v_first", v_first)):
+        if first is not None:
+            check_array(argument, first, ("seqs", "first_tokens", "kv_heads", "head_dim"), FLOATS)
+            expected = (seqs, first.shape[1], kv_heads, head_dim)
+            require(first.shape == expected, argument, f"of shape {expected}", f"shape {tuple(first.shape)}")
+    if k_first is not None and v_first is not None:
+        require(v_first.shape == k_first.shape, "v_first", f"of k_first's shape {k_first.shape}", v_first.shape)
     if sinks is not None:
         check_array("sinks", sinks, ("q_heads",), ("float32",))
         require(sinks.shape[0] == q_heads, "sinks", f"of length q_heads = {q_heads}", sinks.shape[0])

@@ -41,6 +41,22 @@ Softmax = tuple[
 ]
 
 
+# Positions of places `[tiles, kv_tile]` in a source; anything for a place past the sequence's end.
+PositionsOf = SlotsOf
+# Given bounds `[tiles]` of positions, those of the places in a source that hold them all, and perhaps some beside.
+SpanOf = Callable[
+    [Int32[Array, " tiles"], Int32[Array, " tiles"], Int32[Array, " tiles"]],
+    tuple[Int32[Array, " tiles"], Int32[Array, " tiles"]],
+]
+
+
+class Sparse(typing.NamedTuple):
+    """Where a source's places do not hold one position after another: they rise, with gaps."""
+
+    positions_of: PositionsOf
+    span_of: SpanOf
+
+
 class Source(typing.NamedTuple):
     """Keys and values of some positions, and where they lie. A slot that no query sees may hold anything."""
 
@@ -48,8 +64,20 @@ class Source(typing.NamedTuple):
     v: Num[Array, "slots kv_heads head_dim"]
     k_scale: Float32[Array, "..."] | None  # [], [kv_heads] or [slots, kv_heads]
     v_scale: Float32[Array, "..."] | None
-    slots_of: SlotsOf
-    capacity: int  # most positions of one sequence
+    slots_of: SlotsOf  # of places
+    capacity: int  # most places of one sequence
+    sparse: Sparse | None = None  # None: a position's place is itself
+
+
+Span = tuple[Int32[Array, " tiles"], Int32[Array, " tiles"]]
+
+
+class Part(typing.NamedTuple):
+    """A source for the positions from where the part before it ends."""
+
+    source: Source
+    kv_tiles: tuple[int, ...]  # positions that a step takes: of several sizes the largest goes first
+    ends_of: Callable[[QueryTiles], Int32[Array, " tiles"]]  # one past its last position, for every tile of queries
 
 
 def stream_attention(
@@ -60,6 +88,8 @@ def stream_attention(
     *,
     k_new: Float[Array, "tokens kv_heads head_dim"] | None,
     v_new: Float[Array, "tokens kv_heads head_dim"] | None,
+    k_first: Float[Array, "seqs first_tokens kv_heads head_dim"] | None = None,
+    v_first: Float[Array, "seqs first_tokens kv_heads head_dim"] | None = None,
     sinks: Float32[Array, " q_heads"] | None,
     scale: float,
     window: int | None,
@@ -76,6 +106,8 @@ def stream_attention(
       cu_q_lens: bounds of the sequences among the tokens.
       k_new: keys of the tokens, read instead of those that are stored at their positions, or None.
       v_new: values of the tokens, or None.
+      k_first: keys of the first positions of every sequence, read instead of those that are stored there, or None.
+      v_first: values of those positions, or None.
       sinks: a logit for each query head that every softmax has besides those of its keys, or None.
       scale: factor of the logits.
       window: positions that a query sees, its own included; None for all.
@@ -89,7 +121,30 @@ def stream_attention(
     tokens, q_heads, _ = q.shape
     seqs = kv_lens.shape[0]
     q_lens = jnp.where(kv_lens > 0, cu_q_lens[1:] - cu_q_lens[:-1], 0)
-    sources = [stored]
+    read_new = k_new is not None
+    first_tokens = 0
+
+    def stored_ends(tiles: QueryTiles) -> Int32[Array, " tiles"]:
+        return tiles.num_stored if read_new else tiles.kv_ends
+
+    before: list[Part] = []
+    if k_first is not None and v_first is not None:
+        first_tokens = k_first.shape[1]
+
+        def place_of(
+            seq_ids: Int32[Array, " tiles"], positions: Int32[Array, "tiles kv_tile"]
+        ) -> Int32[Array, "tiles kv_tile"]:
+            return seq_ids[:, None] * first_tokens + positions
+
+        keys, values = (x.reshape(-1, *x.shape[2:]) for x in (k_first, v_first))
+        before.append(
+            Part(
+                Source(keys, values, None, None, place_of, first_tokens),
+                (min(KV_TILE, first_tokens),),
+                lambda tiles: jnp.minimum(stored_ends(tiles), first_tokens),
+            )
+        )
+    after: list[Part] = []
     if k_new is not None and v_new is not None:
         first_rows = cu_q_lens[:-1] - (kv_lens - q_lens)
 
@@ -98,16 +153,16 @@ def stream_attention(
         ) -> Int32[Array, "tiles kv_tile"]:
             return first_rows[seq_ids][:, None] + positions
 
-        sources.append(Source(k_new, v_new, None, None, row_of, max_q_len))
+        new = Source(k_new, v_new, None, None, row_of, max_q_len)
+        after.append(Part(new, (min(KV_TILE, max_q_len),), lambda tiles: tiles.kv_ends))
     sink = jnp.full(q_heads, -jnp.inf, jnp.float32) if sinks is None else sinks
 
     def attend(
         results: tuple[Array, Array], q_lens: Array, *, q_tile: int, max_tiles: int, at_once: int, long: bool = False
     ) -> tuple[Array, Array]:
         tiles = cut_queries(q_lens, kv_lens, cu_q_lens, window=window, q_tile=q_tile, max_tiles=max_tiles)
-        kv_tiles = [(LONG_KV_TILE, KV_TILE) if long else (KV_TILE,), (min(KV_TILE, max_q_len),)]
-        steps = list(zip(sources, kv_tiles, strict=False))
-        return _attend(results, q, steps, tiles, sink, scale, window, soft_cap, q_tile=q_tile, at_once=at_once)
+        parts = [*before, Part(stored, (LONG_KV_TILE, KV_TILE) if long else (KV_TILE,), stored_ends), *after]
+        return _attend(results, q, parts, tiles, sink, scale, window, soft_cap, q_tile=q_tile, at_once=at_once)
 
     results = (jnp.zeros(q.shape, jnp.float32), jnp.full((tokens, q_heads), -jnp.inf, jnp.float32))
     singles, max_singles = jnp.where(q_lens == 1, 1, 0), min(seqs, tokens)
@@ -194,7 +249,7 @@ def accumulate(
 def _attend(
     results: tuple[Float32[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"]],
     q: Float[Array, "tokens q_heads head_dim"],
-    sources: list[tuple[Source, tuple[int, ...]]],
+    parts: list[Part],
     tiles: QueryTiles,
     sinks: Float32[Array, " q_heads"],
     scale: float,
@@ -204,12 +259,9 @@ def _attend(
     q_tile: int,
     at_once: int,
 ) -> tuple[Float32[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"]]:
-    """`results` with the rows of `tiles` filled in, `at_once` tiles at a time and only as many as exist.
-
-    Each source comes with the positions that a step takes: of several sizes the largest goes first.
-    """
+    """`results` with the rows of `tiles` filled in, `at_once` tiles at a time and only as many as exist."""
     tokens, q_heads, head_dim = q.shape
-    kv_heads = sources[0][0].k.shape[1]
+    kv_heads = parts[0].source.k.shape[1]
     group = q_heads // kv_heads
     num_tiles = jnp.sum(tiles.num_queries > 0, dtype=jnp.int32)
     padding = -tiles.seq_ids.shape[0] % at_once
@@ -232,14 +284,17 @@ def _attend(
         queries = by_kv_head(q.at[rows].get(mode="fill", fill_value=0).astype(jnp.float32) * scale)
         query_positions = jnp.repeat(some.first_positions[:, None] + offsets, group, axis=1)
 
-        def over(source: Source, kv_tile: int, starts: Array, ends: Array, state: Softmax) -> Softmax:
+        def over(source: Source, kv_tile: int, starts: Array, ends: Array, state: Softmax, see: Span) -> Softmax:
             def step(j: Int32[Array, ""], state: Softmax) -> Softmax:
                 # Seen as changing with j, the pools stay as they are. XLA on a CPU would otherwise gather bfloat16 from
                 # a float32 copy of the whole pool, made ahead of the loop.
                 (k, v, k_scale, v_scale), j = jax.lax.optimization_barrier((source[:4], j))
-                positions = starts[:, None] + j * kv_tile + jnp.arange(kv_tile, dtype=jnp.int32)[None]
-                used = positions < ends[:, None]
-                slots = source.slots_of(some.seq_ids, positions)
+                places = starts[:, None] + j * kv_tile + jnp.arange(kv_tile, dtype=jnp.int32)[None]
+                positions, used = places, places < ends[:, None]
+                if source.sparse is not None:
+                    positions = source.sparse.positions_of(some.seq_ids, places)
+                    used &= (positions >= see[0][:, None]) & (positions < see[1][:, None])
+                slots = source.slots_of(some.seq_ids, places)
                 now = source._replace(k=k, v=v, k_scale=k_scale, v_scale=v_scale)
                 keys, values = load_tile(now, slots, used)
                 scores = jnp.einsum("chqd,chtd->chqt", queries, keys, precision=jax.lax.Precision.HIGHEST)
@@ -249,19 +304,24 @@ def _attend(
             steps = (jnp.max(ends - starts) + kv_tile - 1) // kv_tile
             return jax.lax.fori_loop(0, steps, step, state)
 
-        split = some.kv_ends if len(sources) == 1 else some.num_stored
-        starts = (some.kv_starts, jnp.maximum(some.kv_starts, split))
-        ends = (jnp.minimum(split, some.kv_ends), some.kv_ends)
-        state = begin(sinks, head_dim)
-        for (source, kv_tiles), start, end in zip(sources, starts, ends, strict=False):
-            for kv_tile in kv_tiles:
+        state, begun = begin(sinks, head_dim), some.kv_starts
+        for part in parts:
+            ends = part.ends_of(some)
+            see = start, end = begun, jnp.minimum(ends, some.kv_ends)
+            if part.source.sparse is not None:
+                start, end = part.source.sparse.span_of(some.seq_ids, start, end)
+            for kv_tile in part.kv_tiles:
                 # Whole tiles, but for the last size, which takes what is left.
-                stop = end if kv_tile == kv_tiles[-1] else start + jnp.maximum(end - start, 0) // kv_tile * kv_tile
-                state = over(source, kv_tile, start, stop, state)
+                stop = end if kv_tile == part.kv_tiles[-1] else start + jnp.maximum(end - start, 0) // kv_tile * kv_tile
+                state = over(part.source, kv_tile, start, stop, state, see)
                 start = stop
+            begun = jnp.maximum(begun, ends)
         maximum, denominator, weighted = state
-        # A query sees at least itself, so only rows that are dropped here can divide by 0.
-        found = (weighted / denominator[..., None], maximum + jnp.log(denominator))
+        # Without a gap a query sees at least itself, so that only rows that are dropped here have seen nothing.
+        nothing = maximum <= LOWEST
+        denominator = jnp.where(nothing, 1, denominator)
+        out = jnp.where(nothing[..., None], 0, weighted / denominator[..., None])
+        found = (out, jnp.where(nothing, -jnp.inf, maximum + jnp.log(denominator)))
         out, lse = (old.at[rows].set(by_token(new), mode="drop") for old, new in zip(results, found, strict=True))
         return out, lse
 

@@ -24,6 +24,18 @@ def preferred(backends: Mapping[str, Callable[..., object]]) -> list[str]:
     return [name for name in _PREFERRED.get(jax.default_backend(), ("xla",)) if name in backends]
 
 
+def only(backends: Mapping[str, Callable[..., R]], names: Sequence[str], argument: str) -> dict[str, Callable[..., R]]:
+    """The backends, of which all but `names` refuse the call, as their kernels have no `argument`."""
+
+    def refusal(name: str) -> Callable[..., R]:
+        def refuse(*args: object, **kwargs: object) -> R:
+            raise NotImplementedError(f"{argument}: the backend {name!r} has none; use {' or '.join(map(repr, names))}")
+
+        return refuse
+
+    return {name: run if name in names else refusal(name) for name, run in backends.items()}
+
+
 def dispatch(
     op: str,
     backends: Mapping[str, Callable[P, R]],

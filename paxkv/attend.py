@@ -6,6 +6,7 @@ import typing
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int32
 
 from paxkv.kv_cache import AttentionSpec, LayerAttend, LayerCache
@@ -63,7 +64,9 @@ class MemoryAttend:
                 f"spec.window: expected at most {self.kept}, which is what the memory's group of this layer keeps, got "
                 f"{spec.window}"
             )
-        places = Places(self.slots[0], self.memory.rows, block_size_of(self.memory), self.backend)
+        places = Places(
+            self.slots[0], self.memory.rows, block_size_of(self.memory), self.backend, self._first_places(cache)
+        )
         cache = store(self.kv_format, cache, k, v, places)
         out = self.memory.attend(
             self.state,
@@ -77,6 +80,40 @@ class MemoryAttend:
         )
         return out, cache
 
+    def _first_places(self, cache: LayerCache) -> Int32[Array, " tokens"] | None:
+        """Where tokens go that are kept as they are: `rows * precise_tokens` for all others."""
+        precise = self.kv_format.precise_tokens
+        if not precise or cache.k.first is None:
+            return None
+        rows = self.memory.rows
+        token = jnp.arange(self.slots[0].shape[0], dtype=jnp.int32)
+        row = jnp.searchsorted(self.cu_lens[1:], token, side="right").astype(jnp.int32)
+        owner = jnp.minimum(row, rows - 1)
+        position = self.memory.seqs(self.state).lengths[owner] - (self.cu_lens[owner + 1] - token)
+        kept = (row < rows) & (position >= 0) & (position < precise)
+        return jnp.where(kept, owner * precise + position, rows * precise)
+
+
+def check_rows(kv_format: KVFormat, memory: KVMemory[Any]) -> None:
+    """Refuses a format that keeps the rows' first tokens by themselves, where other rows would need them.
+
+    Raises:
+      ValueError: rows of the memory share what they store, or store it elsewhere for a while.
+    """
+    if not kv_format.precise_tokens:
+        return
+    shares = {
+        "a prefix cache": getattr(memory, "cache", None) is not None,
+        "forks": memory.can_fork,
+        "swap space": bool(getattr(memory, "host_blocks", 0)),
+        "blocks across devices": getattr(memory, "shards", 1) > 1,
+    }
+    if found := [name for name, there in shares.items() if there]:
+        raise ValueError(
+            f"kv_format: expected precise_tokens=0 with {' and '.join(found)}, as they are kept for each row and do "
+            f"not go along with its blocks, got {kv_format.precise_tokens}"
+        )
+
 
 def block_size_of(memory: KVMemory[Any]) -> int:
     """Slots that share what is kept of a block; 1 in a memory without blocks."""
@@ -89,11 +126,11 @@ def slots_by_group(memory: KVMemory[Any], state: Any, batch: Ragged) -> tuple[In
     return tuple(memory.slots(view, batch.row, batch.position) for view in views)
 
 
-def check_groups(memory: KVMemory[Any], kv_format: KVFormat) -> None:
+def check_groups(kv_format: KVFormat, memory: KVMemory[Any]) -> None:
     """Refuses groups of layers that a model cannot attend over.
 
-    Layers of different groups store in one entry of the KV cache, so they must store alike; and a factor, which belongs
-    to an entry, would have to be that of several layers.
+    Layers of different groups store in one entry of the KV cache, so they must store alike; and what an entry has but
+    once, a factor or the rows' first tokens, would have to be that of several layers.
 
     Raises:
       ValueError: groups do not name their layers, or name one twice; they have blocks of several sizes, or chunks; or
@@ -118,9 +155,10 @@ def check_groups(memory: KVMemory[Any], kv_format: KVFormat) -> None:
                 f"kv_format.precise_layers: expected all or none of layers {layers}, which share an entry of the KV "
                 f"cache under the memory's groups, got {list(kv_format.precise_layers)}"
             )
-        of_entry = {fmt.k.granularity for fmt in formats} | {fmt.v.granularity for fmt in formats}
-        if len(layers) > 1 and of_entry & {"layer", "head", "channel"}:
+        fmt = formats.pop()
+        once = {fmt.k.granularity, fmt.v.granularity} & {"layer", "head", "channel"} or fmt.precise_tokens
+        if len(layers) > 1 and once:
             raise ValueError(
-                "kv_format: expected no scales, or scales that lie beside blocks or tokens, for layers "
-                f"{layers}, which share an entry of the KV cache under the memory's groups, got {kv_format.name!r}"
+                f"kv_format: expected precise_tokens=0, and no scales but those of blocks and tokens, as layers "
+                f"{layers} share an entry of the KV cache under the memory's groups, got {kv_format.name!r}"
             )

@@ -29,6 +29,7 @@ class Calibration:
     v_amax: Amax
     tokens: int  # that were looked at
     rotated: bool  # whether keys were multiplied by the Hadamard matrix
+    skipped_tokens: int = 0  # at the beginning of each window: what a format keeps as it is needs no scale
 
     def __post_init__(self) -> None:
         for name in ("k_amax", "v_amax"):
@@ -84,6 +85,11 @@ def load_calibration(path: str | os.PathLike[str]) -> Calibration:
     try:
         found = json.loads(pathlib.Path(path).read_text())
         arrays = {name: np.asarray(found[name], np.float32) for name in ("k_amax", "v_amax")}
-        return Calibration(**arrays, tokens=int(found["tokens"]), rotated=bool(found["rotated"]))
+        return Calibration(
+            **arrays,
+            tokens=int(found["tokens"]),
+            rotated=bool(found["rotated"]),
+            skipped_tokens=int(found["skipped_tokens"]),
+        )
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: expected a calibration with {', '.join(names)}, got {error!r}") from error

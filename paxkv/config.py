@@ -104,7 +104,8 @@ def make_memory(
     Args:
       config: which memory, and its knobs.
       shape: keys and values of the model on one device.
-      budget_bytes: bytes for keys and values. What does not fill a whole unit of the memory is left unused.
+      budget_bytes: bytes for keys and values, of which what each row keeps beside the blocks is taken first. What does
+        not fill a whole unit of the memory is left unused.
       rows: most sequences in flight.
       max_len: most tokens of one sequence.
       kv_format: name of the format in which keys and values are stored; a prefix cache never hits those of another.
@@ -115,6 +116,7 @@ def make_memory(
       ValueError: a knob is out of range or belongs to another kind, or the budget does not pay for one unit.
     """
     _refuse_foreign_knobs(config)
+    budget_bytes -= rows * shape.row_bytes
     match config.kind:
         case "paged":
             groups = group_layers(windows, require_int("block_size", config.block_size)) if config.free_windows else ()

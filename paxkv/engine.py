@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from paxkv.attend import MemoryAttend, check_groups, slots_by_group
+from paxkv.attend import MemoryAttend, check_groups, check_rows, slots_by_group
 from paxkv.beams import choose_beams
 from paxkv.control_flow import run_if
 from paxkv.cost_model import StepCost, step_ticks
@@ -79,7 +79,7 @@ class Engine:
                 f"on_free: expected 'keep' with {type(self.memory).__name__} memory, which has no blocks, got "
                 f"{self.on_free!r}"
             )
-        check_groups(self.memory, self.kv_format)
+        check_groups(self.kv_format, self.memory)
         max_chunk = self.memory.max_chunk if isinstance(self.memory, Paged) else None
         if max_chunk is not None and max_chunk < self.token_budget:
             raise ValueError(
@@ -92,6 +92,7 @@ class Engine:
                 f"kv_format: expected {cache.kv_format!r}, under which the memory's prefix cache knows its blocks, got "
                 f"{self.kv_format.name!r}; give both the same, as in PrefixCache(kv_format=engine.kv_format.name)"
             )
+        check_rows(self.kv_format, self.memory)
         if not isinstance(self.policy, Policy):
             raise ValueError(f"policy: expected a Policy, got {self.policy!r}")
         if require_int("token_budget", self.token_budget) < self.memory.rows:
@@ -154,8 +155,10 @@ class StepRecord:
     copied_blocks: jax.Array  # because a sequence writes into one that others share
 
 
-def init_engine(engine: Engine, requests: Requests, cache: KVCache) -> EngineState:
+def init_engine(engine: Engine, requests: Requests, cache: KVCache, *, max_output: int | None = None) -> EngineState:
     """Nothing stored, nobody started. Takes over `cache`.
+
+    Inside of jit `max_output`, the most tokens that a request asks for, has to be given.
 
     Raises:
       ValueError: if `cache` has another number of slots or entries than the memory needs, or beams ask for more than it
@@ -174,7 +177,9 @@ def init_engine(engine: Engine, requests: Requests, cache: KVCache) -> EngineSta
             f"cache: expected {places} entries, one for each layer of the memory's largest group, got "
             f"{len(cache.layers)}; see `windows.num_places`"
         )
-    shape = (requests.count, max(1, int(jnp.max(requests.output_lens))))
+    if max_output is None:
+        max_output = int(jnp.max(requests.output_lens))
+    shape = (requests.count, max(1, max_output))
     return EngineState(
         scheduler=init_scheduler(engine.memory, requests),
         cache=cache,
@@ -299,13 +304,14 @@ def _wipe(engine: Engine, earlier: tuple[Any, ...], after: Any, cache: KVCache) 
     A block that went straight from one sequence to another is not wiped in between: its new owner reads nothing of it
     but what it wrote itself.
     """
-    if engine.on_free == "keep":
+    memory = engine.memory
+    if engine.on_free == "keep" or not isinstance(memory, Paged):
         return cache
-    memory, value = engine.memory, _WIPED[engine.on_free]
+    value = _WIPED[engine.on_free]
     gone = jnp.any(jnp.stack([memory.vacated(before, after) for before in earlier]), axis=0)
     units = jnp.arange(memory.num_units, dtype=jnp.int32)
-    ids = jnp.where(gone, units, memory.num_units)
-    block_size = memory.num_slots // memory.num_units
+    ids = memory.own_blocks(jnp.where(gone, units, memory.num_units))
+    block_size = memory.block_size
     return run_if(jnp.any(gone), lambda cache: fill_blocks(cache, ids, value, block_size), cache)
 
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from paxkv.attend import MemoryAttend, check_groups, slots_by_group
+from paxkv.attend import MemoryAttend, check_groups, check_rows, slots_by_group
 from paxkv.kv_cache import KVCache
 from paxkv.kv_format import KVFormat
 from paxkv.memory import Ask, Content, KVMemory
@@ -28,8 +28,9 @@ class Reader:
     backend: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuses groups of layers that a model cannot attend over."""
-        check_groups(self.memory, self.kv_format)
+        """Refuses a format that the memory's rows or groups of layers cannot have."""
+        check_rows(self.kv_format, self.memory)
+        check_groups(self.kv_format, self.memory)
 
 
 def begin(

@@ -1,9 +1,12 @@
 """An empty KV cache in a format."""
 
+import dataclasses
 import warnings
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from paxkv.calibration import Calibration
 from paxkv.kv_cache import KVCache, KVPool, LayerCache
@@ -18,6 +21,7 @@ def init_kv_cache(
     kv_format: KVFormat,
     *,
     block_size: int = 1,
+    rows: int | None = None,
     calibration: Calibration | None = None,
 ) -> KVCache:
     """A zeroed cache of `layers` times `[slots, kv_heads, head_dim]` keys and as many values.
@@ -29,6 +33,7 @@ def init_kv_cache(
       head_dim: of the model.
       kv_format: how they are stored.
       block_size: slots in a block; 1 for a memory without blocks.
+      rows: sequences of the memory; needed by a format that keeps their first tokens as they are.
       calibration: where static scales come from. Without one they are 1, and a warning says so.
 
     Raises:
@@ -42,6 +47,8 @@ def init_kv_cache(
             "kv_format: expected scales of another granularity than 'block_head' in a memory without blocks of several "
             "slots, got 'block_head'; use 'token_head'"
         )
+    if kv_format.precise_tokens and rows is None:
+        raise ValueError("rows: expected those of the memory, as the format keeps each one's first tokens, got None")
     if slots % block_size:
         raise ValueError(f"slots: expected whole blocks of {block_size}, got {slots}")
     needs = any(tensor.calibration == "static" for tensor in tensors)
@@ -49,6 +56,11 @@ def init_kv_cache(
         shape = (layers, kv_heads, head_dim)
         if calibration.k_amax.shape != shape:
             raise ValueError(f"calibration: expected one of {shape}, got {calibration.k_amax.shape}")
+        if calibration.skipped_tokens != kv_format.precise_tokens:
+            raise ValueError(
+                f"calibration: expected one without the first {kv_format.precise_tokens} tokens of each window, got "
+                f"one without {calibration.skipped_tokens}"
+            )
         if calibration.rotated != kv_format.rotate:
             raise ValueError(
                 f"calibration: expected one of keys with rotate={kv_format.rotate}, got {calibration.rotated}"
@@ -60,7 +72,15 @@ def init_kv_cache(
             stacklevel=2,
         )
 
-    def pool(fmt: TensorFormat, layer: int, tensor: str) -> KVPool:
+    def pool(layer: int, tensor: Literal["k", "v"]) -> KVPool:
+        fmt = formats[layer]
+        empty = quantised(fmt.k if tensor == "k" else fmt.v, layer, tensor)
+        if not fmt.precise_tokens or rows is None:
+            return empty
+        first = jnp.zeros((rows, fmt.precise_tokens, kv_heads, head_dim), TensorFormat(fmt.precise).dtype)
+        return dataclasses.replace(empty, first=first)
+
+    def quantised(fmt: TensorFormat, layer: int, tensor: str) -> KVPool:
         width = head_dim // 2 if fmt.element == "int4" else head_dim
         data = jnp.zeros((slots, kv_heads, width), jnp.uint8 if fmt.element == "int4" else fmt.dtype)
         scales_of = {"token_head": slots, "block_head": slots // block_size}
@@ -74,11 +94,9 @@ def init_kv_cache(
         shape = {"layer": (), "head": (kv_heads,), "channel": (kv_heads, head_dim)}[fmt.granularity]
         return KVPool(data, factor=jnp.full(shape, 1.0 if fmt.calibration == "static" else 0.0, jnp.float32))
 
-    return KVCache(
-        tuple(LayerCache(pool(fmt.k, i, "k"), pool(fmt.v, i, "v"), jnp.int32(0)) for i, fmt in enumerate(formats))
-    )
+    return KVCache(tuple(LayerCache(pool(i, "k"), pool(i, "v"), jnp.zeros(1, jnp.int32)) for i in range(layers)))
 
 
 def clipped_values(cache: KVCache) -> int:
     """Host side: values that were clipped in all layers since the cache was made. Waits for the device."""
-    return sum(int(jax.device_get(layer.clipped)) for layer in cache.layers if layer is not None)
+    return sum(int(np.sum(jax.device_get(layer.clipped))) for layer in cache.layers if layer is not None)

@@ -27,6 +27,7 @@ class KVPool:
     data: jax.Array  # dtype[slots, kv_heads, head_dim]; 4-bit integers as u8[slots, kv_heads, head_dim // 2]
     factor: jax.Array | None = None  # of all slots: f32[], f32[kv_heads] or f32[kv_heads, head_dim]; 0 for unknown
     scales: jax.Array | None = None  # beside the blocks, under their ids: [blocks, kv_heads] or [slots, kv_heads]
+    first: jax.Array | None = None  # [rows, precise_tokens, kv_heads, head_dim]; each row's first ones, as they are
 
     def scales_in(self, in_blocks: tuple[int, int] | None = None) -> jax.Array | None:
         """What attention multiplies by, in the form that a kernel takes it; a factor of channels is not its business.
@@ -48,7 +49,7 @@ class LayerCache:
 
     k: KVPool
     v: KVPool
-    clipped: jax.Array  # i32[]; wraps around at 2**31
+    clipped: jax.Array  # i32[1], a number for each device that stores; wraps around at 2**31
 
 
 @typing.no_type_check
@@ -160,6 +161,8 @@ def attend_ranges(
         cu_q_lens,
         k_scale=k.scales_in(),
         v_scale=v.scales_in(),
+        k_first=k.first,
+        v_first=v.first,
         max_q_len=max_q_len,
         backend=backend,
         **dataclasses.asdict(spec),
@@ -194,7 +197,7 @@ def copy_blocks(cache: KVCache, src: Int32[Array, " pairs"], dst: Int32[Array, "
     def copy(array: jax.Array, rows: int) -> jax.Array:
         return block_copy.block_copy(array, src, dst, block_size=rows)
 
-    return _map_blocks(copy, block_size, cache)
+    return map_blocks(copy, block_size, cache)
 
 
 def copy_blocks_between(
@@ -220,7 +223,7 @@ def copy_blocks_between(
     def copy(dst_array: jax.Array, rows: int, src_array: jax.Array) -> jax.Array:
         return block_copy.block_copy_between(src_array, dst_array, src, dst, block_size=rows)
 
-    return _map_blocks(copy, block_size, dst_cache, src_cache)
+    return map_blocks(copy, block_size, dst_cache, src_cache)
 
 
 def fill_blocks(cache: KVCache, ids: Int32[Array, " ids"], value: float | int, block_size: int) -> KVCache:
@@ -253,7 +256,7 @@ def fill_blocks(cache: KVCache, ids: Int32[Array, " ids"], value: float | int, b
                     f"value: expected 0, as {pool.data.dtype.name} without scales beside the blocks has no NaN, got "
                     f"{value}"
                 )
-    return _map_blocks(fill, block_size, cache)
+    return map_blocks(fill, block_size, cache)
 
 
 def with_blocks(cache: KVCache, num_blocks: int, block_size: int) -> KVCache:
@@ -263,10 +266,10 @@ def with_blocks(cache: KVCache, num_blocks: int, block_size: int) -> KVCache:
         return jnp.zeros((num_blocks * rows, *array.shape[1:]), array.dtype)
 
     # Nothing is shared with `cache`, so that both can be donated to one function.
-    return jax.tree.map(jnp.copy, _map_blocks(zeros, block_size, cache))
+    return jax.tree.map(jnp.copy, map_blocks(zeros, block_size, cache))
 
 
-def _map_blocks(change: Callable[..., jax.Array], block_size: int, cache: KVCache, *others: KVCache) -> KVCache:
+def map_blocks(change: Callable[..., jax.Array], block_size: int, cache: KVCache, *others: KVCache) -> KVCache:
     """Applies `change(array, rows of it in a block, *arrays of the others)` to all that lies in blocks."""
 
     def of_pool(pool: KVPool, *others: KVPool) -> KVPool:

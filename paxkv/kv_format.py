@@ -3,8 +3,9 @@
 import dataclasses
 import re
 import typing
+from collections.abc import Callable
 from fractions import Fraction
-from typing import Literal
+from typing import Any, Literal
 
 import jax.numpy as jnp
 
@@ -138,6 +139,8 @@ class KVFormat:
       v: of the values.
       precise: what is kept as it is, is kept in this.
       precise_layers: layers whose keys and values are kept so.
+      precise_tokens: first tokens of every sequence whose keys and values are kept so, beside the blocks; many heads
+        look at them most of the time (Xiao et al. 2023, arXiv 2309.17453). Their slots in the blocks stay unused.
       rotate: multiply keys and queries by an orthonormal Hadamard matrix, which spreads outliers over the head and
         leaves their products as they are; head_dim must be a power of two.
     """
@@ -146,6 +149,7 @@ class KVFormat:
     v: TensorFormat = TensorFormat()
     precise: Element = "bf16"
     precise_layers: tuple[int, ...] = ()
+    precise_tokens: int = 0
     rotate: bool = False
 
     def __post_init__(self) -> None:
@@ -159,21 +163,37 @@ class KVFormat:
             )
         for layer in self.precise_layers:
             require_int("precise_layers", layer, minimum=0)
+        if list(self.precise_layers) != sorted(set(self.precise_layers)):
+            raise ValueError(f"precise_layers: expected each once and in order, got {list(self.precise_layers)}")
+        if require_int("precise_tokens", self.precise_tokens, minimum=0) and not (self.k.quantised or self.v.quantised):
+            raise ValueError(
+                f"precise_tokens: expected 0 where all are stored as they are, got {self.precise_tokens} with "
+                f"{self.k.name}"
+            )
+        if self.precise_tokens and (self.k.granularity, self.k.calibration) == ("channel", "first_write"):
+            raise ValueError(
+                "k.calibration: expected 'static' for channels with precise_tokens, whose keys are divided by the "
+                "factors that the queries are multiplied by before any other key is seen, got 'first_write'"
+            )
+        if self.precise != "bf16" and not (self.precise_layers or self.precise_tokens):
+            raise ValueError(f"precise: expected 'bf16' where nothing is kept in it, got {self.precise!r}")
         require_bool("rotate", self.rotate)
 
     @property
     def name(self) -> str:
-        """What tells this format from every other, in short."""
+        """What tells this format from every other, in short; `scheme` reads it."""
         words = [self.k.name if self.k == self.v else f"{self.k.name}+{self.v.name}"]
-        words += [f"{self.precise}{list(self.precise_layers)}"] if self.precise_layers else []
+        words += [f"first{self.precise_tokens}"] if self.precise_tokens else []
+        words += ["layers" + "-".join(map(str, self.precise_layers))] if self.precise_layers else []
+        words += [f"precise_{self.precise}"] if self.precise != "bf16" else []
         words += ["rotated"] if self.rotate else []
-        return "/".join(words)
+        return ":".join(words)
 
     def of_layer(self, layer: int) -> "KVFormat":
         """The format of one layer: equal for all that store alike."""
         if layer in self.precise_layers:
-            return KVFormat(TensorFormat(self.precise), TensorFormat(self.precise), self.precise, rotate=self.rotate)
-        return dataclasses.replace(self, precise_layers=())
+            return KVFormat(TensorFormat(self.precise), TensorFormat(self.precise), rotate=self.rotate)
+        return dataclasses.replace(self, precise_layers=(), precise=self.precise if self.precise_tokens else "bf16")
 
     def shape(self, layers: int, kv_heads: int, head_dim: int) -> KVShape:
         """What a token takes in this format, scales that lie beside the blocks included.
@@ -192,7 +212,8 @@ class KVFormat:
             v_element_bytes=self.v.element_bytes,
             v_scale_bytes_per_token_head=self.v.scale_bytes("token_head"),
             v_scale_bytes_per_block_head=self.v.scale_bytes("block_head"),
-            precise_layers=len(set(self.precise_layers)),
+            precise_layers=len(self.precise_layers),
+            precise_tokens=self.precise_tokens,
             precise_element_bytes=TensorFormat(self.precise).dtype.itemsize,
         )
 
@@ -214,28 +235,64 @@ def check_shape(fmt: KVFormat, layers: int, head_dim: int) -> None:
         raise ValueError(f"element: 'int4' packs pairs, so head_dim must be even, got {head_dim}")
 
 
-_SCHEME = re.compile(
+_TENSOR = re.compile(
     rf"({'|'.join(typing.get_args(Element))})(?:_({'|'.join(typing.get_args(Granularity))}))?(?:_(k|v))?"
 )
+_WORDS = re.compile(
+    rf"(?P<scale_type>{'|'.join(typing.get_args(ScaleType))})"
+    rf"|(?P<calibration>{'|'.join(typing.get_args(Calibration))})"
+    r"|(?P<channels>\d+)"
+    r"|first(?P<precise_tokens>\d+)"
+    r"|layers(?P<precise_layers>\d+(?:-\d+)*)"
+    rf"|precise_(?P<precise>{'|'.join(PLAIN)})"
+    r"|(?P<rotate>rotated)"
+)
+_READ: dict[str, Callable[[str], Any]] = {
+    "channels": int,
+    "precise_tokens": int,
+    "precise_layers": lambda word: tuple(int(layer) for layer in word.split("-")),
+    "rotate": bool,
+}
+_OF_TENSOR = ("scale_type", "calibration", "channels")
 
 
 def scheme(name: str) -> KVFormat:
-    """The format of a short name: an element, what shares a scale, and `_k` or `_v` if it is of keys or values alone.
+    """The format of a name.
 
-    `bf16`, `e4m3_none`, `int8_token_head`, `e4m3_layer_k` and so on; the other tensor is then bf16.
+    An element, what shares a scale, and `_k` or `_v` if it is of keys or values alone, the other being bf16: `bf16`,
+    `e4m3_none`, `int8_token_head`, `e4m3_layer_k`. Or keys and values apart: `int8_head+e4m3_layer`. Behind each, after
+    colons, what is not as usual: the type of scales, how they come about, channels that share one (`int8_head:pow2`,
+    `e4m3_channel:first_write:8`); and behind the last what is kept in high precision, the first tokens (`first4`) or
+    layers (`layers0-29`), in `precise_f32` if not in bf16, and `rotated`.
 
     Raises:
-      ValueError: the name is none.
+      ValueError: the name is none, or what it says cannot be.
     """
-    match = _SCHEME.fullmatch(name)
-    if match is None:
-        raise ValueError(
-            "scheme: expected ELEMENT, ELEMENT_GRANULARITY or either with _k or _v, of the elements "
-            f"{', '.join(typing.get_args(Element))} and granularities {', '.join(typing.get_args(Granularity))}, "
-            f"got {name!r}"
-        )
-    element, granularity, only = match.groups()
-    # The pattern lets nothing else through.
-    tensor = TensorFormat(typing.cast(Element, element), typing.cast(Granularity, granularity or "none"))
-    plain = TensorFormat()
-    return KVFormat(k=plain if only == "v" else tensor, v=plain if only == "k" else tensor)
+    tensors, options, only = [], {}, None
+    parts = name.split("+")
+    for part in parts:
+        first, *words = part.split(":")
+        match = _TENSOR.fullmatch(first)
+        found = [_WORDS.fullmatch(word) for word in words]
+        if match is None or None in found or len(parts) > 2 or (match[3] and len(parts) > 1):
+            raise _no_scheme(name)
+        named = {key: word for m in found if m is not None for key, word in m.groupdict().items() if word is not None}
+        if len(named) < len(words) or (part is not parts[-1] and named.keys() - set(_OF_TENSOR)):
+            raise _no_scheme(name)
+        fields = {key: _READ.get(key, str)(word) for key, word in named.items()}
+        # The patterns let nothing but the literals through.
+        own: dict[str, Any] = {key: fields.pop(key) for key in _OF_TENSOR if key in fields}
+        tensors.append(TensorFormat(match[1], match[2] or "none", **own))  # pyright: ignore[reportArgumentType]
+        options, only = fields, match[3]
+    k, v = tensors[0], tensors[-1]
+    return KVFormat(TensorFormat() if only == "v" else k, TensorFormat() if only == "k" else v, **options)
+
+
+def _no_scheme(name: str) -> ValueError:
+    return ValueError(
+        "scheme: expected ELEMENT or ELEMENT_GRANULARITY, either with _k or _v, or two of them with a + between, of "
+        f"the elements {', '.join(typing.get_args(Element))} and granularities "
+        f"{', '.join(typing.get_args(Granularity))}, and behind colons {', '.join(typing.get_args(ScaleType))}, "
+        f"{', '.join(typing.get_args(Calibration))}, a number of channels, first<tokens>, layers<i>-<j>, precise_f32 "
+        f"or rotated, got {name!r}"
+    )

@@ -4,6 +4,7 @@ Quantised values are first rounded to bfloat16, as a server that computes in it 
 rounding, whatever the model computes in. They are clipped before the cast, as a cast of 465 to float8_e4m3fn is NaN.
 """
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -26,6 +27,7 @@ class Places(NamedTuple):
     seqs: int  # most sequences among the tokens
     block_size: int  # slots in a block; 1 where there are no blocks
     backend: str | tuple[str, ...] | None = None
+    first: Int32[Array, " tokens"] | None = None  # among the rows' first tokens, one row after another; or beyond them
 
 
 def store(
@@ -46,6 +48,8 @@ def store(
     """
     pools, new = [], []
     for tensor, pool, x in ((fmt.k, cache.k, rotate(k) if fmt.rotate else k), (fmt.v, cache.v, v)):
+        if pool.first is not None and places.first is not None:
+            pool, x = _keep_first(fmt, tensor, pool, x, places.first)
         if tensor.quantised:
             x = rounded_first(x)
             pool = _with_scales_for(tensor, pool, x, places)
@@ -57,12 +61,12 @@ def store(
         rows += [encoded.stored] if encoded.scale is None else [encoded.stored, encoded.scale]
     stored = iter(store_rows(tuple(arrays), tuple(rows), places.slots, backend=places.backend))
     k_pool, v_pool = (
-        KVPool(next(stored), pool.factor, pool.scales if encoded.scale is None else next(stored))
+        KVPool(next(stored), pool.factor, pool.scales if encoded.scale is None else next(stored), pool.first)
         for pool, encoded in zip(pools, new, strict=True)
     )
     real = places.slots < cache.k.data.shape[0]
-    clipped = sum(jnp.sum(jnp.where(real, encoded.clipped, 0), dtype=jnp.int32) for encoded in new)
-    return LayerCache(k_pool, v_pool, cache.clipped + clipped)
+    clipped = jnp.sum(jnp.where(real, sum(encoded.clipped for encoded in new), 0), dtype=jnp.int32)
+    return LayerCache(k_pool, v_pool, cache.clipped + clipped[None])
 
 
 def queries(
@@ -90,6 +94,33 @@ def rotate(x: Float[Array, "tokens heads head_dim"]) -> Float[Array, "tokens hea
     matrix = jnp.asarray(matrix / math.sqrt(x.shape[-1]), jnp.float32)
     turned = jnp.einsum("tnh,hg->tng", x.astype(jnp.float32), matrix, precision=jax.lax.Precision.HIGHEST)
     return turned.astype(x.dtype)
+
+
+def _keep_first(
+    fmt: KVFormat,
+    tensor: TensorFormat,
+    pool: KVPool,
+    x: Float[Array, "tokens kv_heads head_dim"],
+    places: Int32[Array, " tokens"],
+) -> tuple[KVPool, Float[Array, "tokens kv_heads head_dim"]]:
+    """Keeps the rows' first tokens as they are.
+
+    Returns:
+      The pool, and what is left to quantise: zeros in their place, as nobody reads them there and no scale must be
+      large on their account.
+    """
+    if pool.first is None:
+        raise ValueError("pool.first: expected a place for the rows' first tokens, got None")
+    flat = pool.first.reshape(-1, *pool.first.shape[2:])
+    precise = TensorFormat(fmt.precise)
+    kept = x
+    if tensor.granularity == "channel" and pool.factor is not None:
+        # The queries come multiplied by the factor of each channel.
+        kept = (x.astype(jnp.float32) / jnp.where(pool.factor > 0, pool.factor, 1)[None]).astype(x.dtype)
+    encoded = _encode(precise, pool, kept, Places(places, 0, 1))
+    flat = flat.at[places].set(encoded.stored, mode="drop")
+    rest = jnp.where((places < flat.shape[0])[:, None, None], jnp.zeros((), x.dtype), x)
+    return dataclasses.replace(pool, first=flat.reshape(pool.first.shape)), rest
 
 
 def _encode(fmt: TensorFormat, pool: KVPool, x: Float[Array, "tokens kv_heads head_dim"], places: Places) -> Quantised:
@@ -121,7 +152,7 @@ def _with_scales_for(
     by_channel = jnp.max(jnp.where(real[:, None, None], _magnitudes(x), 0), axis=0)
     found = scale_up(reduce_amax(fmt, by_channel) / largest(fmt.dtype), fmt.scale_dtype).astype(jnp.float32)
     known = jnp.any(pool.factor > 0)
-    return KVPool(pool.data, jnp.where(known, pool.factor, found), pool.scales)
+    return dataclasses.replace(pool, factor=jnp.where(known, pool.factor, found))
 
 
 def reduce_amax(fmt: TensorFormat, by_channel: Float32[Array, "kv_heads head_dim"]) -> Float32[Array, "..."]:
@@ -161,7 +192,7 @@ def _with_block_scales(
     data = pool.data
     if fmt.calibration == "dynamic":
         data = _requantise(fmt, data, block, first, old, scales.astype(jnp.float32), places)
-    return KVPool(data, pool.factor, jnp.where(touched, scales, pool.scales))
+    return dataclasses.replace(pool, data=data, scales=jnp.where(touched, scales, pool.scales))
 
 
 def _requantise(

@@ -33,7 +33,8 @@ class KVShape:
     v_scale_bytes_per_token_head: int | None = None
     v_scale_bytes_per_block_head: int | None = None
     precise_layers: int = 0  # of the layers, those that keep keys and values without scales
-    precise_element_bytes: int = 2  # there
+    precise_tokens: int = 0  # of every sequence, the first that are also kept so, beside the blocks
+    precise_element_bytes: int = 2  # of those layers and tokens
     tensor_parallel: int = 1  # devices that share the KV heads
     replicate_kv_heads: bool = False  # allow more devices than KV heads: several then hold the same head
 
@@ -44,6 +45,7 @@ class KVShape:
             for of_tensor in (name, f"v_{name}"):
                 require_int(of_tensor, self._size(of_tensor), minimum=0)
         require_int("precise_layers", self.precise_layers, minimum=0)
+        require_int("precise_tokens", self.precise_tokens, minimum=0)
         require_int("precise_element_bytes", self.precise_element_bytes)
         if self.precise_layers > self.layers:
             raise ValueError(f"precise_layers must be at most layers = {self.layers}, got {self.precise_layers}")
@@ -97,6 +99,12 @@ class KVShape:
         precise = 2 * self.head_dim * self.precise_element_bytes
         layers = self.layers - self.precise_layers
         return self.kv_heads_per_device * (layers * by_head + self.precise_layers * precise)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of a row's precise tokens, which lie beside the blocks, in all layers but the precise ones."""
+        elements = 2 * self.kv_heads_per_device * self.head_dim * (self.layers - self.precise_layers)
+        return self.precise_tokens * elements * self.precise_element_bytes
 
     def block_bytes(self, block_size: int) -> int:
         """Bytes of one block of `block_size` tokens over all layers, with all its scales."""

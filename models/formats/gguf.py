@@ -1,5 +1,6 @@
 """GGUF files: config and tokenizer in the metadata, weights quantised in blocks of a row."""
 
+import dataclasses
 import os
 import types
 from collections.abc import Mapping
@@ -8,10 +9,11 @@ from typing import Any
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFReader, ReaderTensor, dequantize
 
-from models.config import DecoderConfig, Dtype
+from models.config import DecoderConfig, Dtype, RopeScaling
 from models.decoder import Decoder
 from models.formats.layout import Index
 from models.formats.tensors import Shardings, Stored, Table, assemble
+from models.rope import rope_frequencies
 
 MAGIC = b"GGUF"
 QUANTISATIONS = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1")
@@ -51,6 +53,8 @@ TABLES: Mapping[str, Table] = types.MappingProxyType(
         },
     }
 )
+
+_SLOWER = "rope_freqs.weight"
 
 # Our names of what the metadata of every architecture states.
 _SIZES = {
@@ -113,8 +117,11 @@ def load_gguf(
     if unknown:
         raise ValueError(f"{path}: expected tensors of type {', '.join(QUANTISATIONS)}, got {', '.join(unknown)}")
     config = _config(str(path), words, tied="output.weight" not in tensors, dtype=dtype or "float32")
+    if _SLOWER in tensors:
+        config = dataclasses.replace(config, rope_scaling=_llama3_scaling(str(path), config, tensors[_SLOWER]))
     found = {name: _stored(tensor) for name, tensor in tensors.items()}
-    return assemble(str(path), config, TABLES[words["general.architecture"]], found, shardings)
+    table = TABLES[words["general.architecture"]]
+    return assemble(str(path), config, table, found, shardings, ignored=[_SLOWER])
 
 
 def _config(path: str, words: Mapping[str, Any], *, tied: bool, dtype: Dtype) -> DecoderConfig:
@@ -127,8 +134,9 @@ def _config(path: str, words: Mapping[str, Any], *, tied: bool, dtype: Dtype) ->
     if missing:
         raise ValueError(f"{path}: metadata is missing: {', '.join(missing)}")
     scaling = words.get(f"{kind}.rope.scaling.type", "none")
-    if scaling != "none":
-        raise ValueError(f"{path}: {kind}.rope.scaling.type: expected none, got {scaling!r}")
+    if scaling not in ("none", "linear"):
+        raise ValueError(f"{path}: {kind}.rope.scaling.type: expected none or linear, got {scaling!r}")
+    slower = words.get(f"{kind}.rope.scaling.factor", 1.0) if scaling == "linear" else 1.0
     found = {ours: words[f"{kind}.{theirs}"] for ours, theirs in _SIZES.items()}
     try:
         head_dim = words.get(f"{kind}.attention.key_length", found["width"] // found["q_heads"])
@@ -139,6 +147,7 @@ def _config(path: str, words: Mapping[str, Any], *, tied: bool, dtype: Dtype) ->
             kv_heads=words.get(f"{kind}.attention.head_count_kv", found["q_heads"]),
             head_dim=head_dim,
             rope_theta=_decimal(words.get(f"{kind}.rope.freq_base", 10_000.0)),
+            rope_scaling=RopeScaling("linear", _decimal(slower)) if slower != 1 else None,
             window=words.get(f"{kind}.attention.sliding_window"),
             tied_embeddings=tied,
             dtype=dtype,
@@ -147,6 +156,23 @@ def _config(path: str, words: Mapping[str, Any], *, tied: bool, dtype: Dtype) ->
         )
     except (ValueError, TypeError, ZeroDivisionError) as error:
         raise ValueError(f"{path}: metadata: {error}") from error
+
+
+def _llama3_scaling(path: str, config: DecoderConfig, tensor: ReaderTensor) -> RopeScaling | None:
+    """Llama 3.1's scaling, of which such a file states what each frequency is divided by and not the rule.
+
+    Raises:
+      ValueError: The rule gives other divisors.
+    """
+    divisors = np.asarray(tensor.data, np.float32).reshape(-1)
+    scaling = RopeScaling("llama3", _decimal(float(divisors.max(initial=1))))
+    plain, slower = (rope_frequencies(config.head_dim, config.rope_theta, s) for s in (None, scaling))
+    if divisors.shape != plain.shape or not np.allclose(divisors, plain / slower, rtol=1e-4):
+        raise ValueError(
+            f"{path}: {_SLOWER}: expected the divisors of Llama 3.1's rule for {plain.size} frequencies, with factor "
+            f"{scaling.factor}, got others"
+        )
+    return scaling if scaling.factor != 1 else None
 
 
 def _decimal(value: float) -> float:

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Float32, Int32, Num, Shaped
 from pallas_kernels._contract import legal_in_ranges, settle
 from pallas_kernels._ragged import CACHED, PACKED, check_array, check_options, check_ragged, require, same_scales
 from pallas_kernels.contiguous_attention import mosaic_tpu, reference, triton
-from pallas_kernels.dispatch import dispatch
+from pallas_kernels.dispatch import dispatch, only
 
 BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
     "mosaic_tpu": mosaic_tpu.contiguous_attention,
@@ -33,6 +33,8 @@ def contiguous_attention(
     v_scale: Shaped[Array, "..."] | None = None,
     k_new: Float[Array, "tokens kv_heads head_dim"] | None = None,
     v_new: Float[Array, "tokens kv_heads head_dim"] | None = None,
+    k_first: Float[Array, "seqs first_tokens kv_heads head_dim"] | None = None,
+    v_first: Float[Array, "seqs first_tokens kv_heads head_dim"] | None = None,
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -65,6 +67,9 @@ def contiguous_attention(
       v_scale: that of the stored values, of any of these shapes.
       k_new: keys of this call's tokens in q's dtype, read in place of what is stored at their positions, never scaled.
       v_new: values of this call's tokens, given with `k_new`.
+      k_first: keys of every sequence's first positions, f32, bf16 or f16, read in place of what is stored there and
+        never scaled. Only the backend `xla` reads them.
+      v_first: values of those positions, given with `k_first`.
       scale: factor of the logits, head_dim**-0.5 if None. Static under jit.
       window: positions that a query sees, its own included; all if None. Static under jit.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, if given. Static under jit.
@@ -90,14 +95,17 @@ def contiguous_attention(
     options = check_options(
         q, scale=scale, window=window, soft_cap=soft_cap, return_lse=return_lse, max_q_len=max_q_len
     )
-    check_ragged(q, k, v, kv_lens, cu_q_lens, k_new=k_new, v_new=v_new, sinks=sinks)
+    check_ragged(q, k, v, kv_lens, cu_q_lens, k_new=k_new, v_new=v_new, k_first=k_first, v_first=v_first, sinks=sinks)
     k_scale, v_scale = same_scales(k_scale, v_scale, tuple(k.shape[:-1]))
     extras = {"k_scale": k_scale, "v_scale": v_scale, "k_new": k_new, "v_new": v_new, "sinks": sinks}
+    backends = BACKENDS
+    if k_first is not None:
+        backends, extras = only(BACKENDS, ["xla"], "k_first"), extras | {"k_first": k_first, "v_first": v_first}
     seqs = kv_lens.shape[0]
     require(starts.shape[0] == seqs, "starts", f"of length {seqs}, as kv_lens", starts.shape[0])
     starts, batch = legal_in_ranges(
         starts, kv_lens, cu_q_lens, tokens=q.shape[0], slots=k.shape[0], max_q_len=options["max_q_len"]
     )
     arrays = (q, k, v, starts, batch.kv_lens, batch.cu_q_lens)
-    out, lse = settle(*dispatch("contiguous_attention", BACKENDS, backend, *arrays, **extras, **options), batch)
+    out, lse = settle(*dispatch("contiguous_attention", backends, backend, *arrays, **extras, **options), batch)
     return out if lse is None else (out, lse)

@@ -25,6 +25,8 @@ def contiguous_attention(
     soft_cap: float | None,
     return_lse: bool,
     max_q_len: int,
+    k_first: Float[Array, "seqs first_tokens kv_heads head_dim"] | None = None,
+    v_first: Float[Array, "seqs first_tokens kv_heads head_dim"] | None = None,
 ) -> tuple[Float[Array, "tokens q_heads head_dim"], Float32[Array, "tokens q_heads"] | None]:
     """See `pallas_kernels.contiguous_attention.contiguous_attention`."""
 
@@ -40,6 +42,8 @@ def contiguous_attention(
         cu_q_lens,
         k_new=k_new,
         v_new=v_new,
+        k_first=k_first,
+        v_first=v_first,
         sinks=sinks,
         scale=scale,
         window=window,

@@ -18,7 +18,7 @@ from pallas_kernels._ragged import (
     require,
     same_scales,
 )
-from pallas_kernels.dispatch import dispatch
+from pallas_kernels.dispatch import dispatch, only
 from pallas_kernels.paged_attention import mosaic_tpu, reference, triton
 
 BACKENDS: Mapping[str, Callable[..., tuple[jax.Array, jax.Array | None]]] = {
@@ -42,6 +42,9 @@ def paged_attention(
     v_scale: Shaped[Array, "..."] | None = None,
     k_new: Float[Array, "tokens kv_heads head_dim"] | None = None,
     v_new: Float[Array, "tokens kv_heads head_dim"] | None = None,
+    k_first: Float[Array, "seqs first_tokens kv_heads head_dim"] | None = None,
+    v_first: Float[Array, "seqs first_tokens kv_heads head_dim"] | None = None,
+    block_order: Int32[Array, "seqs blocks_per_seq"] | None = None,
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -81,6 +84,12 @@ def paged_attention(
       k_new: keys of this call's tokens in q's dtype, read in place of what is stored at their positions and never
         scaled, so that a token meets itself unrounded. Their slots may hold anything, and their table entries too.
       v_new: values of this call's tokens, given with `k_new`.
+      k_first: keys of every sequence's first positions, f32, bf16 or f16, read in place of what is stored there and
+        never scaled. Only the backend `xla` reads them.
+      v_first: values of those positions, given with `k_first`.
+      block_order: for a table that has only some of a sequence's blocks: which block of it each entry is, rising along
+        the row. Entries whose order is past the sequence's end may hold anything; the positions of blocks that are
+        missing are not seen. A sequence may then be longer than its row of the table. Only the backend `xla` reads it.
       scale: factor of the logits, head_dim**-0.5 if None. Static under jit.
       window: positions that a query sees, its own included; all if None. Static under jit.
       soft_cap: logits become `soft_cap * tanh(logits / soft_cap)`, if given. Static under jit.
@@ -106,9 +115,18 @@ def paged_attention(
     options = check_options(
         q, scale=scale, window=window, soft_cap=soft_cap, return_lse=return_lse, max_q_len=max_q_len
     )
-    check_ragged(q, k, v, kv_lens, cu_q_lens, k_new=k_new, v_new=v_new, sinks=sinks)
+    check_ragged(q, k, v, kv_lens, cu_q_lens, k_new=k_new, v_new=v_new, k_first=k_first, v_first=v_first, sinks=sinks)
     k_scale, v_scale = same_scales(k_scale, v_scale, tuple(k.shape[:-1]))
     extras = {"k_scale": k_scale, "v_scale": v_scale, "k_new": k_new, "v_new": v_new, "sinks": sinks}
+    backends = BACKENDS
+    if k_first is not None:
+        backends, extras = only(BACKENDS, ["xla"], "k_first"), extras | {"k_first": k_first, "v_first": v_first}
+    if block_order is not None:
+        shape = tuple(block_tables.shape)
+        check_array("block_order", block_order, ("seqs", "blocks_per_seq"), ("int32",))
+        require(block_order.shape == shape, "block_order", f"of block_tables' shape {shape}", tuple(block_order.shape))
+        require(k_new is None and k_first is None, "block_order", "None with k_new or k_first", "both")
+        backends, extras = only(BACKENDS, ["xla"], "block_order"), extras | {"block_order": block_order}
     seqs, positions = kv_lens.shape[0], block_tables.shape[1] * k.shape[1]
     require(block_tables.shape[0] == seqs, "block_tables", f"of {seqs} rows, as kv_lens", block_tables.shape[0])
     require(positions <= MAX_INT32, "block_tables", f"wide enough for at most {MAX_INT32} positions", positions)
@@ -122,7 +140,8 @@ def paged_attention(
         max_q_len=options["max_q_len"],
         window=window,
         reads_new=k_new is not None,
+        block_order=block_order,
     )
     arrays = (q, k, v, tables, batch.kv_lens, batch.cu_q_lens)
-    out, lse = settle(*dispatch("paged_attention", BACKENDS, backend, *arrays, **extras, **options), batch)
+    out, lse = settle(*dispatch("paged_attention", backends, backend, *arrays, **extras, **options), batch)
     return out if lse is None else (out, lse)

@@ -256,10 +256,11 @@ TWO = (Group(SIZE, layers=(1,)), Group(SIZE, 4, layers=(0,)))
             {"kv_format": KVFormat(precise_layers=(1,), k=TensorFormat("e4m3"))},
             r"kv_format.precise_layers: expected all or none of layers \[1, 0\], which share.*got \[1\]",
         ),
+        ({"groups": TWO}, {"kv_format": scheme("e4m3_token_head:first2")}, "got 'e4m3_token_head:first2'"),
         (
             {"groups": TWO},
             {"kv_format": scheme("int8_head_v")},
-            r"kv_format: expected no scales.*\[1, 0\].*\+int8_head",
+            r"kv_format: expected precise_tokens=0, and no scales.*\[1, 0\].*\+int8_head",
         ),
     ],
 )

@@ -5,8 +5,11 @@ from fractions import Fraction
 
 import numpy as np
 import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
 
 from paxkv.calibration import Calibration, load_calibration, save_calibration
+from paxkv.config import MemoryConfig, make_memory
 from paxkv.init_cache import init_kv_cache
 from paxkv.kv_format import KVFormat, TensorFormat, scheme
 
@@ -52,8 +55,57 @@ def test_a_name_tells_a_format_from_every_other():
         assert scheme(name).name == name.removesuffix("_none")
     token = TensorFormat("int8", "token_head", "pow2")
     fmt = KVFormat(token, TensorFormat("e4m3", "block_head", calibration="first_write"), "f16", (1, 3), rotate=True)
-    assert fmt.name == "int8_token_head:pow2+e4m3_block_head:first_write/f16[1, 3]/rotated"
+    assert fmt.name == "int8_token_head:pow2+e4m3_block_head:first_write:layers1-3:precise_f16:rotated"
     assert KVFormat(k=TensorFormat("int8", "channel", channels=4)).name == "int8_channel:4+bf16"
+    assert KVFormat(token, token, precise_tokens=4).name == "int8_token_head:pow2:first4"
+
+
+TENSORS = st.builds(
+    lambda element, granularity, scale_type, calibration, channels: (
+        element,
+        granularity,
+        scale_type,
+        calibration,
+        channels,
+    ),
+    st.sampled_from(["f32", "bf16", "f16", "e4m3", "e5m2", "int8", "int4"]),
+    st.sampled_from(["none", "layer", "head", "channel", "block_head", "token_head"]),
+    st.sampled_from(["f32", "bf16", "pow2"]),
+    st.sampled_from([None, "static", "first_write", "dynamic"]),
+    st.sampled_from([1, 2, 8]),
+)
+
+
+@given(TENSORS, TENSORS, st.booleans(), st.sampled_from(["bf16", "f32"]), st.sets(st.integers(0, 3)), st.integers(0, 2))
+def test_every_format_is_read_back_from_its_name(k, v, rotate, precise, layers, tokens):
+    try:
+        fmt = KVFormat(TensorFormat(*k), TensorFormat(*v), precise, tuple(sorted(layers)), tokens, rotate)
+    except ValueError:
+        reject()
+    assert scheme(fmt.name) == fmt
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "", "fp8", "e4m3_k_v", "e4m3:pow2:f32", "e4m3_layer:rotated+bf16", "e4m3+bf16+bf16", "int8_head_k+bf16",
+        "int8_head:", "int8_head:layers", "int8_head:first", "int8_head:first1:first2",
+    ],
+)  # fmt: skip
+def test_a_name_that_is_none_is_told(name):
+    with pytest.raises(ValueError, match="scheme: expected ELEMENT"):
+        scheme(name)
+
+
+def test_first_tokens_take_bytes_of_every_row_and_none_of_the_blocks():
+    plain, precise = (
+        scheme(name).shape(LAYERS, HEADS, WIDTH) for name in ("e4m3_layer", "e4m3_layer:first4:layers0-29")
+    )
+    assert plain.row_bytes == 0
+    assert precise.row_bytes == 4 * (LAYERS - 2) * 2 * HEADS * WIDTH * 2
+    assert precise.block_bytes(16) == scheme("e4m3_layer:layers0-29").shape(LAYERS, HEADS, WIDTH).block_bytes(16)
+    memory = make_memory(MemoryConfig("paged", 16), precise, 8 * precise.row_bytes + 5 * precise.block_bytes(16), 8, 64)
+    assert memory.num_blocks == 5
 
 
 @pytest.mark.parametrize(
@@ -70,7 +122,12 @@ def test_a_name_tells_a_format_from_every_other():
         (lambda: TensorFormat("e4m3", scale_type="pow2"), "scale_type: expected 'f32' without scales"),
         (lambda: KVFormat(v=TensorFormat("int8", "channel")), "v.granularity: expected another than 'channel'"),
         (lambda: KVFormat(precise="e4m3"), "precise: expected one of f32, bf16, f16, got 'e4m3'"),
+        (lambda: KVFormat(precise="f32"), "precise: expected 'bf16' where nothing is kept in it"),
         (lambda: KVFormat(precise_layers=(-1,)), "precise_layers"),
+        (lambda: KVFormat(precise_layers=(2, 1)), "precise_layers: expected each once and in order"),
+        (lambda: KVFormat(precise_tokens=4), "precise_tokens: expected 0 where all are stored as they are"),
+        (lambda: scheme("int8_channel:first_write+bf16:first4"), "k.calibration: expected 'static' for channels"),
+        (lambda: init_kv_cache(1, 4, 1, 4, scheme("e4m3:first4")), "rows: expected those of the memory"),
         (
             lambda: KVFormat(precise_layers=(30,)).shape(30, 3, 64),
             r"expected layers below 30, got \[30\]",
@@ -81,7 +138,7 @@ def test_a_name_tells_a_format_from_every_other():
             "expected a divisor",
         ),
         (lambda: scheme("int4_token_head").shape(1, 1, 5), "'int4' packs pairs"),
-        (lambda: scheme("e4m3_page"), "scheme: expected ELEMENT, .* got 'e4m3_page'"),
+        (lambda: scheme("e4m3_page"), "scheme: expected ELEMENT .* got 'e4m3_page'"),
         (lambda: init_kv_cache(1, 4, 1, 4, scheme("e4m3_block_head")), "memory without blocks"),
         (
             lambda: init_kv_cache(1, 5, 1, 4, scheme("e4m3_block_head"), block_size=2),

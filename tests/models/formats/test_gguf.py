@@ -7,6 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from models.config import RopeScaling
 from models.decoder import make_decode
 from models.formats import load_model, load_tokenizer
 from tests.models.families import FAMILIES, TINY, by_name
@@ -114,6 +115,38 @@ def test_hostile_files_are_refused_in_words(tmp_path):
             load_model(path)
 
 
+def test_scaled_frequencies_are_recognised(tmp_path):
+    config = dataclasses.replace(TINY, head_dim=16, rope_theta=500_000.0)
+    path, tensors = tmp_path / "model", gguf_tensors("llama", config)
+
+    def scaling(divisors, more=None):
+        extra = {} if divisors is None else {"rope_freqs.weight": np.asarray(divisors, np.float32)}
+        write_gguf(path, "llama", config, tensors | extra, more=more)
+        return load_model(path).config.rope_scaling
+
+    # The rule as Llama 3.1's model card has it: by wave length over the 8,192 tokens of the first training.
+    waves = 2 * np.pi * 500_000 ** (np.arange(8) / 8)
+    smooth = (8192 / waves - 1) / 3
+    between = 1 / ((1 - smooth) / 8 + smooth)
+    divisors = np.where(waves < 8192 / 4, 1, np.where(waves > 8192, 8, between))
+    assert set(divisors) > {1, 8}  # and one between
+    assert scaling(np.ones(8)) is None
+    assert scaling(divisors) == RopeScaling("llama3", 8.0)
+    with pytest.raises(ValueError, match=r"rope_freqs.weight: expected the divisors of Llama 3.1's rule"):
+        scaling(1 + np.arange(8))
+
+    def linear(writer):
+        writer.add_string("llama.rope.scaling.type", "linear")
+        writer.add_float32("llama.rope.scaling.factor", 4.0)
+
+    def yarn(writer):
+        writer.add_string("llama.rope.scaling.type", "yarn")
+
+    assert scaling(None, linear) == RopeScaling("linear", 4.0)
+    with pytest.raises(ValueError, match="expected none or linear, got 'yarn'"):
+        scaling(None, yarn)
+
+
 def test_what_is_not_known_or_not_there_is_refused_by_name(tmp_path):
     path, tensors = tmp_path / "model", gguf_tensors("llama", TINY)
     write_gguf(path, "mamba", TINY, tensors)
@@ -128,12 +161,12 @@ def test_what_is_not_known_or_not_there_is_refused_by_name(tmp_path):
     with pytest.raises(ValueError, match=r"expected tensors of type F32.*got blk.0.ffn_up.weight \(Q6_K\)"):
         load_model(path)
     write_gguf(
-        path, "llama", TINY, tensors | {"blk.0.ffn_up.weight": tall, "rope_freqs.weight": np.ones(4, np.float32)}
+        path, "llama", TINY, tensors | {"blk.0.ffn_up.weight": tall, "rope_factors.weight": np.ones(4, np.float32)}
     )
     with pytest.raises(ValueError, match="2 tensors are not") as error:
         load_model(path)
     assert "blk.0.ffn_up.weight: expected (28, 20), got (28, 256)" in str(error.value)
-    assert "rope_freqs.weight: expected none of that name" in str(error.value)
+    assert "rope_factors.weight: expected none of that name" in str(error.value)
     with pytest.raises(ValueError, match=r"tokenizer.ggml.model: expected gpt2 or llama, and its tokens, got None"):
         load_tokenizer(path)
 
