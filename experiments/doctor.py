@@ -196,7 +196,7 @@ def _out_dir(out_dir: pathlib.Path) -> Finding:
 def _checkpoint(root: pathlib.Path) -> Finding:
     if (root / CHECKPOINT).is_file():
         return Finding("model", str(CHECKPOINT.parent))
-    fix = "restore it from git, or train it: uv run python -m models.train configs/train/byte_llama.yaml"
+    fix = "restore it from git, or train it: uv run python -m models train configs/train/byte_llama.yaml"
     return Finding("model", f"{CHECKPOINT.parent} is missing", fix, fatal=True)
 
 

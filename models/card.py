@@ -6,7 +6,7 @@ from typing import Any
 
 
 def render_card(name: str, record: dict[str, Any]) -> str:
-    """Markdown for the model called `name`; every figure comes from `record`, as `models.train` writes it."""
+    """Markdown for the model called `name`; every figure comes from `record`, as training writes it."""
     shape, versions, heldout = record["config"]["model"], record["versions"], list(record["results"].values())
     by_context = "\n".join(
         f"| {h['context']} | {h['bytes']:,} | {h['nats']:.4f} | {h['bits_per_byte']:.4f} "
@@ -45,9 +45,9 @@ By position in the window of {longest["context"]}:
 |---|---|
 {by_position}
 
-To check these figures: `uv run python -m models.evaluate models/checkpoints/{name}`. The text, and with it the
+To check these figures: `uv run python -m models evaluate`, with the path of this folder. The text, and with it the
 figures, differs a little between Python versions; the command says whether the text is the one trained on.
-
+{_curves(record)}
 ## Training
 
 `{record["command"]}`; to train it again beside this one:
@@ -59,10 +59,34 @@ figures, differs a little between Python versions; the command says whether the 
 of its name,
   no paragraph twice or on both sides.
 - {record["steps"]:,} steps over {record["bytes_seen"]:,} bytes ({passes:.1f} passes), {record["train_seconds"]:,} s \
-on {record["cpu_count"]} CPU cores ({record["platform"]}).
+on {record["cpu_count"]} CPU cores ({record["platform"]}){_since(record)}.
 - {", ".join(f"{package} {version}" for package, version in versions.items())}.
 
 ```json
 {json.dumps(record["config"], indent=2)}
 ```
 """
+
+
+def _curves(record: dict[str, Any]) -> str:
+    """The picture, where the record is of a training that drew one."""
+    if "evaluations" not in record:
+        return ""
+    evaluations = record["evaluations"]
+    nats = list(evaluations["nats"].values())
+    heldout = (
+        f" Held-out loss is that of {evaluations['windows']} windows of {evaluations['context']} bytes, {nats[0]:.4f} "
+        f"nats at first and {nats[-1]:.4f} at last."
+        if nats
+        else ""
+    )
+    return f"""
+![Loss, learning rate and gradient norm by step](curves.svg)
+
+The same by numbers: `curves.jsonl`, a line for each step.{heldout}
+"""
+
+
+def _since(record: dict[str, Any]) -> str:
+    step = record.get("resumed_after_step")
+    return f" after step {step:,}, where it went on from a checkpoint" if step else ""

@@ -78,13 +78,18 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Decoder:
 
 
 def model_sha256(model: Decoder) -> str:
-    """Hash of a model's config and weights, whatever files they came from: of name, type, shape and bytes of each."""
+    """Hash of a model's config and weights, whatever files they came from."""
     _, params = make_decode(model)
-    digest = hashlib.sha256(json.dumps(model.config.as_dict(), sort_keys=True).encode())
-    for name, array in sorted(by_name(params).items()):
-        weights = np.asarray(array)
-        digest.update(f"\n{name} {weights.dtype.str} {weights.shape}\n".encode())
-        digest.update(weights.tobytes())
+    return arrays_sha256(by_name(params), preamble=json.dumps(model.config.as_dict(), sort_keys=True))
+
+
+def arrays_sha256(arrays: Mapping[str, jax.Array | np.ndarray], preamble: str = "") -> str:
+    """Hash of the preamble, then of name, type, shape and bytes of each array in the order of their names."""
+    digest = hashlib.sha256(preamble.encode())
+    for name, array in sorted(arrays.items()):
+        values = np.asarray(array)
+        digest.update(f"\n{name} {values.dtype.str} {values.shape}\n".encode())
+        digest.update(values.tobytes())
     return digest.hexdigest()
 
 

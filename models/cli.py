@@ -1,10 +1,12 @@
-"""`python -m models {fetch,info,generate,convert}`.
+"""`python -m models {fetch,info,generate,convert,train,evaluate}`.
 
 Standard output carries what was asked for; all else goes to standard error. The exit code is 0, or 2 if something must
 be put right first, which is told in one line.
 """
 
 import argparse
+import json
+import shlex
 import sys
 import typing
 import warnings
@@ -14,11 +16,13 @@ import rich.console
 
 from models.config import Dtype
 from models.convert import TARGETS, convert
+from models.evaluate import check_card
 from models.fetch import FETCHED, fetch
 from models.generate import Sampling
 from models.info import as_table, describe
 from models.names import find_model
 from models.stream import stream
+from models.training.command import read_config, train_and_save
 from paxkv.kv_format import scheme
 
 DTYPES = typing.get_args(Dtype)
@@ -49,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m models", allow_abbrev=False, description=__doc__)
-    verbs = parser.add_subparsers(required=True, metavar="{fetch,info,generate,convert}")
+    verbs = parser.add_subparsers(required=True, metavar="{fetch,info,generate,convert,train,evaluate}")
 
     def verb(name: str, words: str, command: Command) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=words, description=words, allow_abbrev=False)
@@ -80,6 +84,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     sub.add_argument("--dtype", choices=DTYPES, help="of weights and activations; as stored if not given")
     sub.add_argument("--overwrite", action="store_true", help="replace what is there")
+
+    sub = verb("train", "train a model, or go on with one whose training was interrupted", _train)
+    sub.add_argument("config", metavar="CONFIG", help="such as configs/train/smoke.yaml")
+    sub.add_argument("overrides", nargs=argparse.REMAINDER, metavar="--field value", help="to put over the config's")
+
+    sub = verb("evaluate", "score a trained model on held-out text, to check its card", _evaluate)
+    sub.add_argument("model", metavar="NAME_OR_PATH")
     return parser
 
 
@@ -119,3 +130,23 @@ def _convert(options: argparse.Namespace, console: rich.console.Console) -> None
     with console.status(f"converting {options.source}"):
         convert(source, options.target, options.to, dtype=options.dtype, overwrite=options.overwrite)
     print(f"{options.source} is now at {options.target}")
+
+
+def _train(options: argparse.Namespace, console: rich.console.Console) -> None:
+    config = read_config(options.config, options.overrides)
+    command = shlex.join(["python", "-m", "models", "train", options.config, *options.overrides])
+    record = train_and_save(config, command, console)
+    summary = {"checkpoint": config.out_dir} | {name: value for name, value in record.items() if name != "config"}
+    print(json.dumps(summary, separators=(",", ":")))
+
+
+def _evaluate(options: argparse.Namespace, console: rich.console.Console) -> None:
+    path = find_model(options.model)
+    with console.status(f"scoring {options.model}"):
+        found = check_card(path)
+    for result in found["results"].values():
+        print(
+            f"context {result['context']}: {result['nats']:.4f} nats, {result['bits_per_byte']:.4f} bits per byte; "
+            f"trigram {result['trigram_bits_per_byte']:.4f}; {result['bytes']} bytes"
+        )
+    print(json.dumps(found, separators=(",", ":")))

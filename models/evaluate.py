@@ -1,26 +1,19 @@
-"""Held-out loss of a model beside that of a byte trigram model, so that a model card can be checked.
+"""Held-out loss of a model beside that of a byte trigram model, so that a model card can be checked."""
 
-    uv run python -m models.evaluate models/checkpoints/byte_llama
-
-The text is the running Python's; the last line says whether it is the one the model was trained on.
-"""
-
-import argparse
 import dataclasses
-import json
 import math
-import pathlib
+import os
 import platform
-import sys
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int32, UInt8
+from jaxtyping import Array, Float, Float64, Int32, UInt8
 
 from models.checkpoint import load_checkpoint, load_record
 from models.decoder import Decode, Params, forward, make_decode
-from models.text import Bytes, load_corpus
+from models.text import Bytes, Corpus, load_corpus
 from models.trigram import Trigram, fit_trigram
 
 CONTEXTS = (256, 1024)
@@ -58,16 +51,22 @@ def cut_windows(text: Bytes, context: int) -> UInt8[np.ndarray, "windows width"]
     return np.stack([text[i * context : (i + 1) * context + 1] for i in range(count)])
 
 
+def window_nats(
+    decode: Decode, params: Params, windows: UInt8[np.ndarray, "windows width"]
+) -> Float64[np.ndarray, "windows context"]:
+    """Loss of every byte of each window but the first, in nats; a few windows at a time."""
+    batch = max(1, BATCH_TOKENS // (windows.shape[1] - 1))
+    # Full batches, so that one program serves all; the rows added to the last one are not counted.
+    padded = np.pad(windows, ((0, -len(windows) % batch), (0, 0))).astype(np.int32)
+    parts = [_token_nats(decode, params, jnp.asarray(padded[i : i + batch])) for i in range(0, len(padded), batch)]
+    return np.concatenate(parts)[: len(windows)].astype(np.float64)
+
+
 def evaluate(
     decode: Decode, params: Params, trigram: Trigram, text: Bytes, context: int, max_windows: int | None = None
 ) -> Heldout:
     """The model's and the trigram model's loss on the same bytes of `text`: all windows, or the first few."""
-    windows = cut_windows(text, context)[:max_windows]
-    batch = max(1, BATCH_TOKENS // context)
-    # Full batches, so that one program serves all; the rows added to the last one are not counted.
-    padded = np.pad(windows, ((0, -len(windows) % batch), (0, 0))).astype(np.int32)
-    parts = [_token_nats(decode, params, jnp.asarray(padded[i : i + batch])) for i in range(0, len(padded), batch)]
-    nats = np.concatenate(parts)[: len(windows)].astype(np.float64)
+    nats = window_nats(decode, params, cut_windows(text, context)[:max_windows])
     by_position = [part.mean() for part in np.array_split(nats, POSITION_BUCKETS, axis=1)]
     return Heldout(
         context=context,
@@ -79,40 +78,32 @@ def evaluate(
     )
 
 
-def main() -> int:
-    """Prints the held-out loss of one checkpoint.
+def evaluate_all(decode: Decode, params: Params, corpus: Corpus) -> dict[str, Heldout]:
+    """The loss on all held-out text at each of `CONTEXTS` that the model is made for, as `heldout_<context>`."""
+    trigram = fit_trigram(corpus.train)
+    contexts = sorted({min(context, decode.config.max_len) for context in CONTEXTS})
+    return {f"heldout_{n}": evaluate(decode, params, trigram, corpus.heldout, n) for n in contexts}
+
+
+def check_card(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Scores a checkpoint on the running Python's text, which may not be quite the one it was trained on.
 
     Returns:
-      The exit code: 2 if there is no whole checkpoint, which is told in a line.
+      The results, and what they are of, as JSON holds it.
+
+    Raises:
+      FileNotFoundError: There is no checkpoint, or none with a record of its training.
+      ValueError: The weights are not those its config asks for.
     """
-    parser = argparse.ArgumentParser(prog="python -m models.evaluate", description=__doc__)
-    parser.add_argument("checkpoint", type=pathlib.Path)
-    path = parser.parse_args().checkpoint
-    try:
-        decode, params = make_decode(load_checkpoint(path))
-        record = load_record(path)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    corpus = load_corpus()
-    trigram = fit_trigram(corpus.train)
-    results = {}
-    for context in CONTEXTS:
-        heldout = evaluate(decode, params, trigram, corpus.heldout, context)
-        results[f"heldout_{context}"] = dataclasses.asdict(heldout)
-        print(
-            f"context {context}: {heldout.nats:.4f} nats, {heldout.bits_per_byte:.4f} bits per byte; "
-            f"trigram {heldout.trigram_bits_per_byte:.4f}; {heldout.bytes} bytes"
-        )
-    summary = {
+    decode, params = make_decode(load_checkpoint(path))
+    record, corpus = load_record(path), load_corpus()
+    return {
         "checkpoint": str(path),
         "python": platform.python_version(),
         "text_sha256": corpus.sha256,
         "trained_on_this_text": record["text_sha256"] == corpus.sha256,
-        "results": results,
+        "results": {name: dataclasses.asdict(found) for name, found in evaluate_all(decode, params, corpus).items()},
     }
-    print(json.dumps(summary, separators=(",", ":")))
-    return 0
 
 
 _token_nats = jax.jit(token_nats, static_argnames=("decode",))
@@ -120,7 +111,3 @@ _token_nats = jax.jit(token_nats, static_argnames=("decode",))
 
 def _bits(nats: float) -> float:
     return float(nats) / math.log(2)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

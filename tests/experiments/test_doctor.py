@@ -62,7 +62,7 @@ def test_a_missing_model_is_fatal_and_says_how_to_get_it(checkout, tmp_path):
     (checkout / doctor.CHECKPOINT).unlink()
     found = problems(tmp_path, checkout)["model"]
     assert found.fatal
-    assert "python -m models.train" in found.problem
+    assert "python -m models train" in found.problem
 
 
 def test_a_place_that_cannot_be_written_is_fatal(checkout):

@@ -1,11 +1,9 @@
 """The committed checkpoint: what its card says is so, on whatever Python this is."""
 
-import dataclasses
 import json
 import pathlib
 import re
 
-import draccus
 import jax
 import numpy as np
 import pytest
@@ -15,7 +13,7 @@ from models.checkpoint import load_checkpoint, load_record, model_sha256
 from models.decoder import make_decode
 from models.evaluate import evaluate
 from models.text import load_corpus
-from models.train import TrainConfig
+from models.training.command import read_config
 from models.trigram import fit_trigram
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -42,14 +40,20 @@ def test_the_recorded_loss_clearly_beats_the_recorded_trigram():
 
 
 def test_the_record_is_of_the_committed_config(decode_and_params):
-    config = draccus.parse(TrainConfig, config_path=ROOT / "configs" / "train" / "byte_llama.yaml", args=[])
-    recipe = dataclasses.asdict(config) | {"model": config.model.as_dict()}
+    config = read_config(str(ROOT / "configs" / "train" / "byte_llama.yaml"), [])
     record = load_record(BYTE_LLAMA)
-    assert json.loads(json.dumps(recipe)) == record["config"] | {"out_dir": recipe["out_dir"], "overwrite": False}
+    assert config.recipe() == record["config"]
     assert ROOT / config.out_dir == BYTE_LLAMA
     assert load_checkpoint(BYTE_LLAMA).config.as_dict() == record["config"]["model"]
     assert record["parameters"] == sum(x.size for x in jax.tree.leaves(decode_and_params[1])) == 820_352
     assert record["config"]["model"]["q_heads"] >= 2 * record["config"]["model"]["kv_heads"]
+
+
+def test_the_recorded_config_still_says_a_run_of_the_same_recipe(tmp_path):
+    record = load_record(BYTE_LLAMA)
+    path = tmp_path / "recorded.json"
+    path.write_text(json.dumps(record["config"] | {"out_dir": "elsewhere"}))
+    assert read_config(str(path), []).recipe() == record["config"]
 
 
 def test_the_model_is_known_by_the_same_hash_as_when_it_was_committed():

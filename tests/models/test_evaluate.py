@@ -1,5 +1,4 @@
 import shutil
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -7,10 +6,11 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from models import cli
 from models.checkpoint import save_checkpoint
 from models.config import DecoderConfig
 from models.decoder import Decoder, forward, make_decode
-from models.evaluate import cut_windows, evaluate, main, token_nats
+from models.evaluate import cut_windows, evaluate, token_nats
 from models.trigram import fit_trigram
 
 CONFIG = DecoderConfig(vocab=256, width=8, layers=1, q_heads=2, kv_heads=1, head_dim=4, ffn=8)
@@ -61,12 +61,11 @@ def test_the_loss_is_that_of_the_next_byte_whatever_the_batch():
 
 
 @pytest.mark.parametrize("missing", ["config.json", "training.json", "weights"])
-def test_a_checkpoint_that_lacks_something_is_told_in_one_line(tmp_path, monkeypatch, capsys, missing):
+def test_a_checkpoint_that_lacks_something_is_told_in_one_line(tmp_path, capsys, missing):
     save_checkpoint(tmp_path / "tiny", Decoder(CONFIG, rngs=nnx.Rngs(0)), {"training.json": "{}"})
     lost = tmp_path / "tiny" / missing
     shutil.rmtree(lost) if lost.is_dir() else lost.unlink()
-    monkeypatch.setattr(sys, "argv", ["evaluate", str(tmp_path / "tiny")])
-    assert main() == 2
+    assert cli.main(["evaluate", str(tmp_path / "tiny")]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
     assert missing in line
