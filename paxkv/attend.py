@@ -159,6 +159,6 @@ def check_groups(kv_format: KVFormat, memory: KVMemory[Any]) -> None:
         once = {fmt.k.granularity, fmt.v.granularity} & {"layer", "head", "channel"} or fmt.precise_tokens
         if len(layers) > 1 and once:
             raise ValueError(
-                f"kv_format: expected precise_tokens=0, and no scales but those of blocks and tokens, as layers "
+                "kv_format: expected precise_tokens=0, and no scales but those of blocks and tokens, as layers "
                 f"{layers} share an entry of the KV cache under the memory's groups, got {kv_format.name!r}"
             )

@@ -39,7 +39,7 @@ def nothing_written(slots: int) -> KVCache:
 
 def one_layer(draw) -> KVCache:
     k, v = (KVPool(draw(SHAPES[0]), scales=draw(SHAPES[1])) for _ in range(2))
-    return KVCache((LayerCache(k, v, np.zeros(1, np.int32)),))
+    return KVCache((LayerCache(k, v, np.int32(0)),))
 
 
 def arrays(cache: KVCache) -> list:
