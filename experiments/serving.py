@@ -12,6 +12,7 @@ import polars as pl
 
 from experiments.workloads.workload import Workload
 from paxkv.attend import block_size_of
+from paxkv.capacity import entry_shape
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine, EngineState, StepRecord, all_ended, init_engine, output_tokens, run_steps
 from paxkv.init_cache import init_kv_cache
@@ -103,8 +104,8 @@ def serve(
 
 def _allocate(shape: KVShape, memory: KVMemory[Any], kv_format: KVFormat) -> KVCache:
     """The arrays of keys and values, or a sentence that says why there are none."""
-    slots = memory.num_slots
-    sizes = (shape.layers, slots, shape.kv_heads, shape.head_dim)
+    slots, entry = memory.num_slots, entry_shape(shape, memory.layer_groups)
+    sizes = (entry.layers, slots, entry.kv_heads, entry.head_dim)
     try:
         cache = init_kv_cache(*sizes, kv_format, block_size=block_size_of(memory), rows=memory.rows)
         return jax.block_until_ready(cache)
@@ -112,7 +113,7 @@ def _allocate(shape: KVShape, memory: KVMemory[Any], kv_format: KVFormat) -> KVC
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise ValueError(
-            f"the device has no room for keys and values of {slots} slots, {slots * shape.token_bytes} bytes; lower "
+            f"the device has no room for keys and values of {slots} slots, {slots * entry.token_bytes} bytes; lower "
             "the budget, and for vAttention, whose virtual ranges are real arrays here, rows or max_model_len"
         ) from error
 

@@ -126,9 +126,16 @@ def attend_layer(
 
     Returns:
       The output, and the cache of all layers.
+
+    Raises:
+      ValueError: the layer cannot attend so; a note names the layer.
     """
     of_layer, place = attend.of_layer(layer)
-    out, changed = run(of_layer, cache.layers[place])
+    try:
+        out, changed = run(of_layer, cache.layers[place])
+    except ValueError as error:
+        error.add_note(f"in layer {layer} of the model")
+        raise
     return out, KVCache((*cache.layers[:place], changed, *cache.layers[place + 1 :]))
 
 

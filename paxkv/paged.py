@@ -21,6 +21,7 @@ from paxkv.kv_cache import AttentionSpec, KVCache, KVPool, copy_blocks
 from paxkv.memory import Ask, Content, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.outcomes import Outcome, record, select_outcome
 from paxkv.paged_state import PagedState, required
+from paxkv.pool_metrics import usage_of_blocks
 from paxkv.prefix_cache import PrefixCache
 from paxkv.seqs import Seqs, advance, check_append, init_seqs, lowest_free_row, occupy, vacate
 from paxkv.sizes import require_bool, require_int
@@ -431,6 +432,9 @@ class Paged:
     def background(self, state: PagedState) -> PagedState:
         return lifecycle.free_out_of_view(self, state)
 
+    def of_group(self, state: PagedState, group: int) -> PagedState:
+        return dataclasses.replace(state, tables=(state.tables[group],))
+
     def slots(
         self, state: PagedState, row: Int32[Array, " tokens"], position: Int32[Array, " tokens"]
     ) -> Int32[Array, " tokens"]:
@@ -469,29 +473,7 @@ class Paged:
         if self.cache is None and not self.forks and not self.groups:
             given = self.held(state) * self.block_size
             return usage_of_rows(self.capacity, state.seqs, given, given, final_lengths)
-        return self._usage_of_blocks(state, final_lengths)
-
-    def _usage_of_blocks(self, state: PagedState, final_lengths: Int32[Array, " rows"]) -> Usage:
-        """Counts a shared block once: what the sequence furthest in has stored there, and will."""
-        tokens = fillable = named = jnp.zeros(self.num_blocks, jnp.int32)
-        final = jnp.maximum(final_lengths, state.seqs.lengths)
-        for group, table in zip(self.layer_groups, state.tables, strict=True):
-            begin = group.block_size * jnp.arange(table.ids.shape[1], dtype=jnp.int32)[None, :]
-            stored = jnp.clip(state.seqs.lengths[:, None] - begin, 0, group.block_size)
-            to_come = jnp.clip(final[:, None] - begin, 0, group.block_size)
-            # A full block of any group is worth the slots of a block: its bytes are the same.
-            tokens = tokens.at[table.ids].max(stored * self.block_size // group.block_size, mode="drop")
-            fillable = fillable.at[table.ids].max(to_come * self.block_size // group.block_size, mode="drop")
-            named = named.at[table.ids].set(1, mode="drop")
-        held = self.block_size * (self.num_blocks - state.pool.num_free)
-        return Usage(
-            tokens=jnp.sum(tokens),
-            reserved=jnp.sum(fillable - tokens),
-            internal=held - jnp.sum(fillable),
-            external=self.capacity - held,
-            allocated=held,
-            saved=self.block_size * (jnp.sum(self.held(state)) - jnp.sum(named)),  # not those that only pins hold
-        )
+        return usage_of_blocks(self, state, final_lengths)
 
     def owners(self, state: PagedState) -> Int32[Array, " units"]:
         owner = jnp.full(self.num_blocks, self.rows, jnp.int32)
