@@ -41,7 +41,7 @@ def decode_step(sharded: ShardedEngine) -> DecodeStep:
         )
         slots = memory.slots(state, row, lengths - 1)
         cu_lens = jnp.arange(memory.rows + 1, dtype=jnp.int32)
-        attend = MemoryAttend(state, slots, cu_lens, memory, engine.kv_format, 1, engine.backend)
+        attend = MemoryAttend(state, (slots,), cu_lens, memory, engine.kv_format, 1, engine.backend)
         one = jax.tree.map(lambda x: x[0], cache)
         logits, one = engine.decode(params, tokens, lengths - 1, row, one, attend)
         return jnp.argmax(logits, axis=1).astype(jnp.int32), jax.tree.map(lambda x: x[None], one)

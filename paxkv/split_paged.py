@@ -61,8 +61,6 @@ class SplitPaged(Paged):
                 "host_blocks: expected 0 where blocks lie across devices, as a sequence would come back to blocks of "
                 f"other devices than it left, got {self.host_blocks}; preempt by recomputing"
             )
-        if self.groups:
-            raise ValueError(f"groups: expected none where blocks lie across devices, got {self.groups}")
 
     @property
     def num_slots(self) -> int:
