@@ -28,7 +28,7 @@ class Case(NamedTuple):
     @property
     def part(self) -> str:
         """Its name as a part of a run."""
-        return self.name.replace("/", "-")
+        return self.name.replace("/", "-").replace(":", ".").replace("+", "_and_")
 
     @property
     def is_plain(self) -> bool:

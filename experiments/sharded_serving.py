@@ -12,6 +12,7 @@ import polars as pl
 from experiments import files, jax_setup, metrics, plots
 from experiments.collectives import read_collectives
 from experiments.inputs import Inputs, load_inputs
+from experiments.processes import agreed
 from experiments.progress import Progress
 from experiments.results import Results, Table
 from experiments.run_directory import RunDirectory
@@ -80,6 +81,7 @@ class Config:
       kv_format: how keys and values are stored; its scales must need no calibration.
       policy: whom the scheduler preempts and admits, and how.
       cost: the modelled clock.
+      process_time_limit_s: of several processes, longest that one waits for another, a compilation or a step.
     """
 
     experiment: str = "sharded_serving"
@@ -105,6 +107,7 @@ class Config:
     kv_format: str = "f32"
     policy: Policy = dataclasses.field(default_factory=Policy)
     cost: StepCost = dataclasses.field(default_factory=StepCost)
+    process_time_limit_s: float = 600.0
 
 
 def parts(config: Config) -> list[str]:
@@ -141,9 +144,8 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
         seed=config.seed,
         temperature=config.temperature,
     )
-    for name in config.meshes:
-        if run_dir.finished_part(name) is not None:
-            continue
+    finished = agreed([run_dir.finished_part(name) is not None for name in config.meshes])
+    for name in (name for name, done in zip(config.meshes, finished, strict=True) if not done):
         server = _server(config, inputs, name)
         params = place_weights(inputs.params, server.sharded.mesh, server.sharded.rules)
         with progress.task(name, total=inputs.workload.num_requests) as advance:
@@ -155,6 +157,8 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
             part.write_json(
                 "devices.json", facts | {"wall_compile_s": served.wall_compile_s, "host_share": served.host_share}
             )
+    if jax.process_index() > 0:
+        return {}  # the first process has what was finished before
     for table in ("steps", "requests"):
         frames = [
             _part(run_dir, name).read_parquet(f"{table}.parquet").select(pl.lit(name).alias("mesh"), pl.all())
@@ -189,8 +193,14 @@ def _server(config: Config, inputs: Inputs, mesh: str) -> Server:
         cost=config.cost,
         kernels=config.kernels,
     )
+    shape = parse_mesh(mesh)
+    if jax.process_count() > 1 and shape.size != jax.device_count():
+        raise ValueError(
+            f"{mesh}: expected {jax.device_count()} devices, all that {jax.process_count()} processes have, got "
+            f"{shape.size}"
+        )
     try:
-        return make_server(inputs.decode.config, parse_mesh(mesh), serving)
+        return make_server(inputs.decode.config, shape, serving)
     except ValueError as error:
         raise ValueError(f"{mesh}: {error}") from error
 

@@ -20,7 +20,7 @@ from jaxtyping import Int32, PyTree
 from paxkv.engine import Engine, EngineState, StepRecord, init_engine, output_tokens, step
 from paxkv.kv_cache import KVCache, KVPool, LayerCache
 from paxkv.requests import Requests
-from paxkv.sharding import RULES, Rules, partition
+from paxkv.sharding import RULES, Rules, partition, put, to_host
 from paxkv.split_paged import SplitPaged
 
 
@@ -133,7 +133,7 @@ def cache_specs(cache: KVCache, rules: Rules = RULES) -> KVCache:
 def init(sharded: ShardedEngine, dealt: Dealt, cache: KVCache) -> tuple[Requests, EngineState]:
     """The requests where they are served, and replicas that have not started. Takes over `cache`."""
     by_replica = partition(("replicas",), sharded.rules)
-    requests = jax.device_put(dealt.requests, NamedSharding(sharded.mesh, by_replica))
+    requests = jax.tree.map(lambda x: put(x, NamedSharding(sharded.mesh, by_replica)), dealt.requests)
     max_output = max(1, int(np.max(np.asarray(dealt.requests.output_lens))))
 
     @jax.jit(donate_argnums=1)
@@ -183,8 +183,7 @@ def outputs(dealt: Dealt, state: EngineState) -> list[list[int]]:
     found: dict[int, list[int]] = {}
     for replica, ids in enumerate(dealt.ids):
         requests, own = (
-            jax.tree.map(lambda x, r=replica: x[r], tree)
-            for tree in (dealt.requests, jax.device_get(without_cache(state)))
+            jax.tree.map(lambda x, r=replica: x[r], tree) for tree in (dealt.requests, to_host(without_cache(state)))
         )
         found |= dict(zip(ids.tolist(), output_tokens(requests, own), strict=True))
     return [found[request] for request in range(max(found) + 1)]
