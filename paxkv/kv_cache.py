@@ -259,6 +259,16 @@ def fill_blocks(cache: KVCache, ids: Int32[Array, " ids"], value: float | int, b
     return map_blocks(fill, block_size, cache)
 
 
+def to_bits(array: jax.Array) -> jax.Array:
+    """The same bits as unsigned integers, which all have a 0 and can be added."""
+    return jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
+
+
+def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What `to_bits` was given."""
+    return jax.lax.bitcast_convert_type(bits, dtype)
+
+
 def with_blocks(cache: KVCache, num_blocks: int, block_size: int) -> KVCache:
     """A zeroed cache of another number of blocks of the same form, such as one on the host."""
 

@@ -17,7 +17,7 @@ from paxkv.block_pool import BlockPool, give_back, init_block_pool, mark_kept, m
 from paxkv.block_tables import BlockTable, blocks_for
 from paxkv.cache_stats import no_stats
 from paxkv.control_flow import run_if
-from paxkv.kv_cache import AttentionSpec, KVCache, KVPool, copy_blocks
+from paxkv.kv_cache import AttentionSpec, KVCache, KVPool, copy_blocks, from_bits, to_bits
 from paxkv.memory import Ask, Content, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.outcomes import Outcome, record, select_outcome
 from paxkv.paged_state import PagedState, required
@@ -373,6 +373,10 @@ class Paged:
     def copy(self, cache: KVCache, src: Int32[Array, " pairs"], dst: Int32[Array, " pairs"]) -> KVCache:
         """What blocks `src` hold, all read before any is written, in blocks `dst`; `num_blocks` in an empty place."""
         return copy_blocks(cache, src, dst, self.block_size)
+
+    def read_blocks(self, blocks: jax.Array, ids: Int32[Array, " n"]) -> jax.Array:
+        """Blocks of an array `[num_blocks, rows, ...]`, zeros for `num_blocks`, bit for bit."""
+        return from_bits(to_bits(blocks).at[ids].get(mode="fill", fill_value=0), blocks.dtype)
 
     def own_blocks(self, ids: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
         """Places of blocks in the arrays of keys and values: all lie where their ids say."""
