@@ -38,7 +38,8 @@ def check_transfers(memory: Paged) -> None:
     """
     if memory.cache is None:
         raise ValueError("memory.cache: expected a PrefixCache, by which blocks that move are known, got None")
-    if memory.groups and (len(memory.groups) > 1 or not memory.groups[0].sees_all):
+    groups = list(memory.layer_groups)
+    if len(groups) > 1 or not groups[0].sees_all:
         raise ValueError(f"memory.groups: expected none where blocks are to move, got {memory.groups}")
 
 
