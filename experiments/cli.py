@@ -22,7 +22,10 @@ HELP = {
     "tune": "Finds the sizes that suit kernels on the device that is here, or on the TPU that --target names. "
     "--install keeps them where kernels look for them, --out keeps every trial.",
 }
-RUN_USAGE = "python -m experiments run CONFIG.yaml [--out_dir runs] [--seed N] [--dotted.key VALUE ...]"
+RUN_USAGE = (
+    "python -m experiments run CONFIG.yaml [--out_dir runs] [--seed N] [--dotted.key VALUE ...] "
+    "[--processes N --process I --coordinator HOST:PORT]"
+)
 
 
 def main(argv: Sequence[str] | None = None, experiments: Mapping[str, str] = registry.EXPERIMENTS) -> int:
@@ -95,8 +98,11 @@ def _dispatch(
                 )
                 return 0
             raise UserError(f"run needs one config, got {len(paths)}: {RUN_USAGE}")
+        from experiments import processes
+
+        group = processes.group_of(overrides)
         loaded = run.load(pathlib.Path(paths[0]), overrides, experiments)
-        return run.show_help(loaded, console) if wants_help else run.run(loaded, options.out_dir, argv, console)
+        return run.show_help(loaded, console) if wants_help else run.run(loaded, options.out_dir, argv, console, group)
     if options.verb == "compile":
         from experiments import compile as compiling
 

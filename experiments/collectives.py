@@ -6,8 +6,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 _KINDS = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter", "collective-broadcast")
 _DTYPES = {
     "pred": 1, "s8": 1, "u8": 1, "s16": 2, "u16": 2, "f16": 2, "bf16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8,
@@ -49,17 +47,17 @@ def read_collectives(operations: str, trips: int | None = None) -> list[Collecti
       trips: rounds of a loop whose number the listing does not tell, as those for TPUs never do.
 
     Raises:
-      ValueError: an operand's size cannot be read, or exchanges are in a loop of unknown length.
+      ValueError: an operand's size or dtype cannot be read, or exchanges are in a loop of unknown length.
     """
     lines = operations.splitlines()
-    sizes = {m["name"]: _bytes(m["dtype"], m["sizes"]) for m in map(_DEFINITION.match, lines) if m}
+    arrays = {m["name"]: (m["dtype"], m["sizes"]) for m in map(_DEFINITION.match, lines) if m}
     found = []
     for line, times in zip(lines, _times(lines, trips), strict=True):
         match = _OPERATION.match(line)
         if match is None:
             continue
         operands = [word.strip().split(" ")[-1].lstrip("%") for word in match["given"].split(", ") if "=" not in word]
-        missing = [name for name in operands if name not in sizes]
+        missing = [name for name in operands if name not in arrays]
         if missing:
             raise ValueError(f"operations: expected a size for every operand of {match['name']}, got none of {missing}")
         if times is None:
@@ -68,7 +66,7 @@ def read_collectives(operations: str, trips: int | None = None) -> list[Collecti
         found.append(
             Collective(
                 match["kind"],
-                sum(sizes[name] for name in operands),
+                sum(_bytes(*arrays[name]) for name in operands),
                 where[1] if where else "",
                 (int(group["size"]) if group["size"] else len(group["first"].split(","))) if group else None,
                 times,
@@ -118,7 +116,6 @@ def _count(
 
 
 def _bytes(dtype: str, sizes: str) -> int:
-    width = _DTYPES.get(dtype)
-    if width is None:
-        width = jnp.dtype(dtype).itemsize if dtype in ("int4",) else 0
-    return width * math.prod(int(size) for size in sizes.split(",") if size)
+    if dtype not in _DTYPES:
+        raise ValueError(f"operations: expected operands of {', '.join(_DTYPES)}, got one of dtype {dtype!r}")
+    return _DTYPES[dtype] * math.prod(int(size) for size in sizes.split(",") if size)

@@ -3,22 +3,21 @@
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import polars as pl
 
-from experiments import fp8_quality_figures, quality_evaluate
+from experiments import fp8_quality_figures, quality_evaluate, quality_greedy, quality_metrics, quality_passkey
 from experiments.progress import Progress
 from experiments.quality_capacity import capacity_of, running_requests
-from experiments.quality_config import Config, cases
+from experiments.quality_config import Config, cases, check
 from experiments.quality_evaluate import Evaluation
 from experiments.results import Results
 from experiments.run_directory import Folder, RunDirectory
 from experiments.workloads.config import load_workload, with_sha256
 from paxkv.capacity import kv_budget, parse_size
 from paxkv.kv_format import KVFormat, scheme
-from paxkv.sizes import require_int
 
 DESCRIPTION = "KV cache in FP8, INT8 and INT4: what it does to a trained model's distributions, and what it saves."
 GLOSSARY = fp8_quality_figures.GLOSSARY
@@ -28,11 +27,14 @@ figures = fp8_quality_figures.figures
 
 ORDER = ("bf16", "int8_token_head", "e4m3_token_head", "e4m3_layer", "e5m2_none")
 """Schemes by the damage they do, the least first."""
+CLOSE = 0.03
+"""How far the perplexity over a cache that is not quantised may be from that without a cache."""
+_SOUND = ("f32", "bf16")
 
 
 def parts(config: Config) -> list[str]:
     """Each case is evaluated, and can be resumed, by itself."""
-    return [*(case.part for case in cases(config)), "capacity"]
+    return [*(case.part for case in cases(config)), "reference", "capacity"]
 
 
 def resolve(config: Config) -> Config:
@@ -42,25 +44,7 @@ def resolve(config: Config) -> Config:
       ValueError: naming the field, what was expected and what came.
       OSError: a file is missing.
     """
-    for name in ("windows", "context", "calibration_windows", "chunk_tokens", "outlier_windows", "block_size"):
-        require_int(name, getattr(config, name))
-    for name in ("schemes", "outlier_schemes", "block_schemes", "block_sizes", "outlier_factors"):
-        values = getattr(config, name)
-        if len(set(values)) < len(values):
-            raise ValueError(f"{name}: expected no value twice, got {list(values)}")
-    for name in (*config.schemes, *config.outlier_schemes, *config.block_schemes):
-        scheme(name)
-    if len({text.kind for text in config.texts.values()}) < 2 and "file" not in {t.kind for t in config.texts.values()}:
-        raise ValueError(f"texts: expected at least two kinds, as one alone misleads, got {list(config.texts)}")
-    if config.context % min(config.chunk_tokens, config.context):
-        raise ValueError(f"chunk_tokens: expected a divisor of context = {config.context}, got {config.chunk_tokens}")
-    for size in (config.block_size, *config.block_sizes):
-        if config.context % size:
-            raise ValueError(f"block_size, block_sizes: expected divisors of context = {config.context}, got {size}")
-    if config.block_size in config.block_sizes:
-        raise ValueError(f"block_sizes: expected sizes other than block_size, got {list(config.block_sizes)}")
-    if config.outlier_windows > config.windows:
-        raise ValueError(f"outlier_windows: expected at most windows = {config.windows}, got {config.outlier_windows}")
+    check(config)
     found = quality_evaluate.load(config)
     for factor in config.outlier_factors:
         found.with_outlier(factor)
@@ -72,7 +56,7 @@ def resolve(config: Config) -> Config:
 
 
 def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, dict[str, Any]]:
-    """Reads all texts in every way, then counts what fits."""
+    """Reads all texts in every way and without a cache, counts what fits, and puts it together."""
     evaluation = quality_evaluate.load(config)
     run_dir.add_manifest(**evaluation.facts)
     with progress.task("cases", total=len(cases(config))) as advance:
@@ -82,12 +66,28 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
                 with run_dir.part(case.part) as part:
                     part.write_parquet("positions", positions)
                     part.write_json("found", found)
+                    for name, table in evaluation.generate(case).items():
+                        part.write_parquet(name, table)
             advance(note=case.name)
+    if run_dir.finished_part("reference") is None:
+        with run_dir.part("reference") as part:
+            part.write_parquet("dense", evaluation.dense())
+            if config.passkey_contexts:
+                part.write_parquet("passkey", evaluation.passkey(config.reference))
     if run_dir.finished_part("capacity") is None:
         with run_dir.part("capacity") as part:
             part.write_json("found", _capacities(config, evaluation))
+    return _collect(config, evaluation, run_dir)
+
+
+def _collect(config: Config, evaluation: Evaluation, run_dir: RunDirectory) -> dict[str, dict[str, Any]]:
+    """Results from finished parts, and the tables that figures are drawn from."""
+    reference = _part(run_dir, "reference")
     capacities = _part(run_dir, "capacity").read_json("found")
-    results: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {
+        "dense_f32": quality_metrics.summarise_losses(reference.read_parquet("dense"))
+    }
+    passkeys: dict[str, dict[str, Any]] = {}
     layers: list[dict[str, Any]] = []
     for case in cases(config):
         part = _part(run_dir, case.part)
@@ -96,17 +96,26 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
         layers += [{"case": case.name, "layer": i, "attention_error": error} for i, error in enumerate(errors)]
         results[case.name] = evaluation.summary(part.read_parquet("positions"), found, errors)
         results[case.name] |= capacities.get(case.name, {})
+        if case.is_continued(config):
+            results[case.name] |= quality_greedy.summarise(part.read_parquet("greedy"))
+        if case.is_asked(config):
+            told, expected = (folder.read_parquet("passkey") for folder in (part, reference))
+            passkeys |= quality_passkey.summarise(case.scheme, told, expected)
+    results |= passkeys
     run_dir.write_parquet("layers", pl.DataFrame(layers))
+    _compare_with_dense(results, list(config.texts))
     _compare_keys_with_values(results)
     results = {name: values | _unmet(name, values, config.expected.get(name, {})) for name, values in results.items()}
     rows = [{"case": c.name, **c.labels, **_plain(results[c.name])} for c in cases(config)]
     run_dir.write_parquet("cases", pl.DataFrame(rows, infer_schema_length=None))
+    if passkeys:
+        run_dir.write_parquet("passkeys", pl.DataFrame(list(passkeys.values()), infer_schema_length=None))
     return results
 
 
 def _capacity(config: Config, evaluation: Evaluation, fmt: KVFormat) -> Any:
     budget = kv_budget(parse_size(config.kv_memory, "kv_memory"), "1")
-    return capacity_of(fmt, evaluation.subject.decode.config, config.block_size, budget)
+    return capacity_of(fmt, evaluation.subject.decode.config, config.block_size, budget, config.rows)
 
 
 def _capacities(config: Config, evaluation: Evaluation) -> dict[str, dict[str, Any]]:
@@ -120,6 +129,15 @@ def _capacities(config: Config, evaluation: Evaluation) -> dict[str, dict[str, A
         for blocks in sorted({capacity.blocks for capacity in found.values()})
     }
     return {name: capacity.as_dict() | running[capacity.blocks] for name, capacity in found.items()}
+
+
+def _compare_with_dense(results: dict[str, dict[str, Any]], texts: Sequence[str]) -> None:
+    """How much higher the perplexity of each scheme is than without a cache, as a share."""
+    dense = results["dense_f32"]
+    for name, found in results.items():
+        for text in texts if "/" not in name and name != "dense_f32" else ():
+            own = found[f"perplexity_{text}"]
+            found[f"over_dense_{text}"] = None if own is None else own / dense[f"perplexity_{text}"] - 1
 
 
 def _compare_keys_with_values(results: dict[str, dict[str, Any]]) -> None:
@@ -145,6 +163,12 @@ def failed_checks(results: Results) -> list[str]:
     """What must hold for any model: no NaN, an outlier that f32 does not see, and the order of damage."""
     failures: list[str] = []
     for name, found in results.items():
+        for metric in found:
+            if name in _SOUND and metric.startswith("over_dense_") and not abs(_number(found, metric)) <= CLOSE:
+                failures.append(
+                    f"{name}: expected a perplexity within {CLOSE:.0%} of that without a cache, got {metric} = "
+                    f"{_number(found, metric):.3g}"
+                )
         if found.get("n_nan"):
             failures.append(f"{name}: {found['n_nan']} positions are NaN")
         if found.get("differing_logits"):

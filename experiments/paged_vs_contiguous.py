@@ -14,7 +14,7 @@ from experiments.run_directory import RunDirectory
 from experiments.serving import Served, serve
 from experiments.token_check import compare_tokens
 from experiments.workloads.config import WorkloadConfig, with_sha256
-from paxkv.capacity import kv_budget, parse_size
+from paxkv.capacity import entry_shape, kv_budget, parse_size
 from paxkv.config import MemoryConfig, make_memory
 from paxkv.contiguous import VAttention
 from paxkv.cost_model import StepCost
@@ -97,7 +97,10 @@ class _Setup(NamedTuple):
     inputs: Inputs
     requests: Requests
     budget_bytes: int
-    budget_tokens: float
+
+    def budget_slots(self, memory: KVMemory[Any]) -> float:
+        """Slots of a memory that the budget pays for; under groups of layers a slot holds a token of one group."""
+        return self.budget_bytes / entry_shape(self.inputs.shape, memory.layer_groups).token_bytes
 
 
 def resolve(config: Config) -> Config:
@@ -135,7 +138,7 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
                     advance,
                 )
             with run_dir.part(name) as part:
-                _write(part, served, engine.memory, setup.budget_tokens)
+                _write(part, served, engine.memory, setup.budget_slots(engine.memory))
     for table in ("steps", "requests", "pool"):
         run_dir.write_parquet(f"{table}.parquet", _gather(run_dir, list(config.memories), table))
     return _results(config, run_dir, setup)
@@ -152,7 +155,7 @@ def _prepare(config: Config) -> _Setup:
     budget_bytes = kv_budget(parse_size(config.kv_memory, "kv_memory"), config.memory_fraction)
     fmt = _kv_format(config)
     inputs = load_inputs(config.model, config.model_sha256, config.workload, config.max_model_len, config.seed, fmt)
-    memories = {name: _make_memory(name, config, inputs.shape, budget_bytes) for name in config.memories}
+    memories = {name: _make_memory(name, config, inputs, budget_bytes) for name in config.memories}
     _check_swapping(config.policy, memories)
     engines = {
         name: Engine(
@@ -180,7 +183,6 @@ def _prepare(config: Config) -> _Setup:
             temperature=config.temperature,
         ),
         budget_bytes=budget_bytes,
-        budget_tokens=budget_bytes / inputs.shape.token_bytes,
     )
 
 
@@ -214,7 +216,8 @@ def _kv_format(config: Config) -> KVFormat:
     return fmt
 
 
-def _make_memory(name: str, config: Config, shape: KVShape, budget_bytes: int) -> KVMemory[Any]:
+def _make_memory(name: str, config: Config, inputs: Inputs, budget_bytes: int) -> KVMemory[Any]:
+    shape = inputs.shape
     try:
         memory = make_memory(
             config.memories[name],
@@ -223,25 +226,33 @@ def _make_memory(name: str, config: Config, shape: KVShape, budget_bytes: int) -
             config.rows,
             config.max_model_len,
             kv_format=_kv_format(config).name,
+            windows=inputs.decode.config.windows,
+            max_chunk=config.token_budget,
         )
     except ValueError as error:
         raise ValueError(f"memories.{name}: {error}") from error
-    if memory.capacity * shape.token_bytes > budget_bytes:
+    capacity_bytes = _capacity_bytes(memory, shape)
+    if capacity_bytes > budget_bytes:
         raise ValueError(
             f"memories.{name}: expected room for at most {budget_bytes // shape.token_bytes} tokens, which is what "
-            f"kv_memory pays for under every memory, got {memory.capacity}; lower num_blocks, or raise kv_memory"
+            f"kv_memory pays for under every memory, got {capacity_bytes // shape.token_bytes}; lower num_blocks, or "
+            "raise kv_memory"
         )
     return memory
 
 
-def _write(part: Any, served: Served, memory: KVMemory[Any], budget_tokens: float) -> None:
+def _capacity_bytes(memory: KVMemory[Any], shape: KVShape) -> int:
+    return memory.capacity * entry_shape(shape, memory.layer_groups).token_bytes
+
+
+def _write(part: Any, served: Served, memory: KVMemory[Any], budget_slots: float) -> None:
     part.write_parquet("steps.parquet", served.steps)
     part.write_parquet("requests.parquet", served.requests)
     part.write_parquet("pool.parquet", served.pool)
     part.write_json(
         "memory.json",
         {
-            "budget_tokens": budget_tokens,
+            "budget_tokens": budget_slots,
             "capacity_tokens": memory.capacity,
             "units": memory.num_units,
             "unit": UNITS.get(type(memory), "unit"),
@@ -271,6 +282,7 @@ def _results(config: Config, run_dir: RunDirectory, setup: _Setup) -> dict[str, 
     served_by_all = metrics.served_by_all(requests)
     found: dict[str, dict[str, Any]] = {}
     for name in config.memories:
+        memory = setup.engines[name].memory
         own = requests.filter(pl.col("memory") == name)
         # What one of the two refused, or what asks for no tokens, has none to compare.
         refused = reference["reason"].str.starts_with("refused") | own["reason"].str.starts_with("refused")
@@ -278,15 +290,15 @@ def _results(config: Config, run_dir: RunDirectory, setup: _Setup) -> dict[str, 
         same = compare_tokens(reference.filter(both), own.filter(both), config.near_tie)
         compared = int(both.sum())
         found[name] = {
-            **metrics.memory_metrics(steps.filter(pl.col("memory") == name), setup.budget_tokens),
+            **metrics.memory_metrics(steps.filter(pl.col("memory") == name), setup.budget_slots(memory)),
             **metrics.request_metrics(own, served_by_all.filter(pl.col("memory") == name)),
             "tokens_reference": reference_name,
             "tokens_compared": compared,
             "tokens_equal": same.unexplained == 0 if compared else None,
             "near_tie_differences": same.near_ties,
             "unexplained_differences": same.unexplained,
-            "budget_tokens": setup.budget_tokens,
-            "capacity_tokens": setup.engines[name].memory.capacity,
+            "budget_tokens": setup.budget_bytes / setup.inputs.shape.token_bytes,
+            "capacity_tokens": _capacity_bytes(memory, setup.inputs.shape) // setup.inputs.shape.token_bytes,
         }
     return found
 

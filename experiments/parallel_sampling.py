@@ -180,7 +180,15 @@ def _budget(config: Config) -> int:
 def _engine(config: Config, inputs: Inputs, case: Case) -> Engine:
     memory = MemoryConfig("paged", config.block_size, forks=case.shares, swap_space=config.swap_space)
     return Engine(
-        make_memory(memory, inputs.shape, _budget(config), config.rows, config.max_model_len),
+        make_memory(
+            memory,
+            inputs.shape,
+            _budget(config),
+            config.rows,
+            config.max_model_len,
+            windows=inputs.decode.config.windows,
+            max_chunk=config.token_budget,
+        ),
         inputs.decode,
         config.token_budget,
         config.cost,

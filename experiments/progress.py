@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 import rich.console
@@ -22,8 +22,11 @@ class Advance(Protocol):
 class Progress:
     """Progress bars of a run."""
 
-    def __init__(self, console: rich.console.Console | None = None) -> None:
+    def __init__(
+        self, console: rich.console.Console | None = None, on_advance: Callable[[], None] = lambda: None
+    ) -> None:
         self._console = console or rich.console.Console(file=sys.stderr)
+        self._on_advance = on_advance
 
     @contextlib.contextmanager
     def task(self, name: str, total: float | None = None) -> Iterator[Advance]:
@@ -43,6 +46,7 @@ class Progress:
 
             def advance(amount: float = 1, note: str = "") -> None:
                 bar.update(task_id, advance=amount, note=note)
+                self._on_advance()
 
             yield advance
 

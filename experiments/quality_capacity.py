@@ -40,7 +40,7 @@ class Capacity(NamedTuple):
         }
 
 
-def capacity_of(fmt: KVFormat, model: DecoderConfig, block_size: int, budget_bytes: int) -> Capacity:
+def capacity_of(fmt: KVFormat, model: DecoderConfig, block_size: int, budget_bytes: int, rows: int) -> Capacity:
     """What a model's keys and values take in a format.
 
     Raises:
@@ -48,6 +48,7 @@ def capacity_of(fmt: KVFormat, model: DecoderConfig, block_size: int, budget_byt
     """
     shape, plain = (f.shape(model.layers, model.kv_heads, model.head_dim) for f in (fmt, scheme("bf16")))
     block_bytes = shape.block_bytes(block_size)
+    budget_bytes = max(1, budget_bytes - rows * shape.row_bytes)  # plan_blocks says if nothing fits
     return Capacity(
         bytes_per_token=Fraction(block_bytes, block_size),
         blocks=plan_blocks(shape, block_size, budget_bytes).num_blocks,
@@ -90,6 +91,8 @@ def running_requests(
     prompts = np.zeros((workload.num_requests, max(1, int(workload.prompt_len.max()))), np.int32)
     requests = make_requests(prompts, workload.prompt_len, workload.output_len, workload.arrival_ms, seed=0)
     engine = Engine(memory, _NoModel(), token_budget)
-    steps = serve(engine, None, requests, workload, _NOTHING, steps_per_dispatch=64).steps
+    # Without a model the engine runs for less time than it takes to optimise it.
+    quickly = {"xla_backend_optimization_level": 0}
+    steps = serve(engine, None, requests, workload, _NOTHING, steps_per_dispatch=64, compiler_options=quickly).steps
     found = metrics.memory_metrics(steps)
     return {name: found[name] for name in ("peak_running", "mean_running", "preemptions") if name in found}

@@ -4,8 +4,11 @@ import dataclasses
 import pathlib
 from typing import Any, Literal, NamedTuple
 
+from experiments import quality_passkey
 from experiments.quality_texts import TextConfig
 from experiments.workloads.config import WorkloadConfig
+from paxkv.kv_format import scheme
+from paxkv.sizes import require_int
 
 
 class Case(NamedTuple):
@@ -25,7 +28,20 @@ class Case(NamedTuple):
     @property
     def part(self) -> str:
         """Its name as a part of a run."""
-        return self.name.replace("/", "-")
+        return self.name.replace("/", "-").replace(":", ".").replace("+", "_and_")
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is a scheme and nothing else."""
+        return self.factor == 1 and self.block_size is None
+
+    def is_continued(self, config: "Config") -> bool:
+        """Whether its greedy continuations are compared."""
+        return self.is_plain and config.greedy_prompts > 0
+
+    def is_asked(self, config: "Config") -> bool:
+        """Whether it is asked for pass keys."""
+        return self.is_plain and bool(config.passkey_contexts) and self.scheme in config.passkey_schemes
 
     @property
     def labels(self) -> dict[str, Any]:
@@ -43,7 +59,7 @@ class Config:
 
     Attributes:
       experiment: `fp8_quality`.
-      seed: of the workload's lengths and arrivals. Quality has no chance in it.
+      seed: of the workload's lengths and arrivals, and of pass keys. Other quality has no chance in it.
       model: where the model lies, in any format that `models` reads; `smollm2` for the one that `python -m models
         fetch smollm2` brings.
       model_sha256: expected hash of its config and weights; empty accepts any, and the run fills it in.
@@ -51,7 +67,7 @@ class Config:
       windows: of each text.
       context: tokens that each window predicts.
       calibration_windows: of each text's other part, of `context` tokens, that static scales are calibrated on.
-      chunk_tokens: computed in one call; must divide `context`.
+      chunk_tokens: computed in one call.
       reference: scheme of the cache that all are compared with: `f32` or `bf16`.
       schemes: what is compared, such as `e4m3_layer` or `int8_token_head_k`, which quantises keys alone.
       block_size: tokens in a block.
@@ -62,6 +78,13 @@ class Config:
       outlier_pair: which pair.
       outlier_schemes: compared under each factor.
       outlier_windows: of each text, read for it.
+      greedy_prompts: of each text, continued greedily by the reference and by every scheme; 0 for none.
+      greedy_prompt_tokens: of each prompt.
+      greedy_tokens: that continue it.
+      passkey_contexts: tokens of prompts in which pass keys are hidden; () for none.
+      passkey_depths: shares of a prompt's text that stand before each of its keys, ascending.
+      passkey_trials: prompts of each context, in turn from one text and the next.
+      passkey_schemes: that are asked for the keys, some of `schemes`.
       kv_memory: budget for keys and values, in which blocks of all schemes are counted.
       workload: requests that are served in those blocks, by the scheduler alone.
       rows: most sequences that run at once there.
@@ -103,6 +126,13 @@ class Config:
     outlier_pair: int = 0
     outlier_schemes: tuple[str, ...] = ("f32", "e4m3_layer", "int8_layer", "int8_token_head")
     outlier_windows: int = 1
+    greedy_prompts: int = 3
+    greedy_prompt_tokens: int = 192
+    greedy_tokens: int = 64
+    passkey_contexts: tuple[int, ...] = ()
+    passkey_depths: tuple[float, ...] = (0.1, 0.3, 0.5, 0.7, 0.9)
+    passkey_trials: int = 2
+    passkey_schemes: tuple[str, ...] = ("bf16", "e4m3_layer", "e5m2_none", "int8_layer", "int4_token_head")
     kv_memory: str = "64 MiB"
     workload: WorkloadConfig = dataclasses.field(default_factory=WorkloadConfig)
     rows: int = 64
@@ -110,6 +140,12 @@ class Config:
     token_budget: int = 256
     expected: dict[str, dict[str, tuple[float, float]]] = dataclasses.field(default_factory=dict)
     kernels: str | None = None
+
+
+def longest(config: Config) -> int:
+    """Most tokens of any sequence that is read."""
+    greedy = config.greedy_prompt_tokens + config.greedy_tokens if config.greedy_prompts else 0
+    return max(config.context, greedy, *config.passkey_contexts)
 
 
 def cases(config: Config) -> list[Case]:
@@ -120,3 +156,40 @@ def cases(config: Config) -> list[Case]:
         *(Case(name, factor=factor) for factor in factors for name in config.outlier_schemes),
         *(Case(name, block_size=size) for size in sizes for name in config.block_schemes),
     ]
+
+
+def check(config: Config) -> None:
+    """Refuses what no model can run.
+
+    Raises:
+      ValueError: naming the field, what was expected and what came.
+    """
+    for name in (
+        "windows", "context", "calibration_windows", "chunk_tokens", "outlier_windows", "block_size",
+        "greedy_prompt_tokens", "greedy_tokens", "passkey_trials",
+    ):  # fmt: skip
+        require_int(name, getattr(config, name))
+    require_int("greedy_prompts", config.greedy_prompts, minimum=0)
+    for name in (
+        "schemes", "outlier_schemes", "block_schemes", "block_sizes", "outlier_factors", "passkey_contexts",
+        "passkey_schemes",
+    ):  # fmt: skip
+        values = getattr(config, name)
+        if len(set(values)) < len(values):
+            raise ValueError(f"{name}: expected no value twice, got {list(values)}")
+    for name in (*config.schemes, *config.outlier_schemes, *config.block_schemes):
+        scheme(name)
+    if len({text.kind for text in config.texts.values()}) < 2 and "file" not in {t.kind for t in config.texts.values()}:
+        raise ValueError(f"texts: expected at least two kinds, as one alone misleads, got {list(config.texts)}")
+    for size in (config.block_size, *config.block_sizes):
+        if config.context % size:
+            raise ValueError(f"block_size, block_sizes: expected divisors of context = {config.context}, got {size}")
+    if config.block_size in config.block_sizes:
+        raise ValueError(f"block_sizes: expected sizes other than block_size, got {list(config.block_sizes)}")
+    if config.outlier_windows > config.windows:
+        raise ValueError(f"outlier_windows: expected at most windows = {config.windows}, got {config.outlier_windows}")
+    depths, most = config.passkey_depths, len(quality_passkey.NAMES)
+    if not 1 <= len(depths) <= most or sorted({d for d in depths if 0 <= d <= 1}) != list(depths):
+        raise ValueError(f"passkey_depths: expected 1 to {most} ascending numbers from 0 to 1, got {list(depths)}")
+    if config.passkey_contexts and (unknown := set(config.passkey_schemes) - set(config.schemes)):
+        raise ValueError(f"passkey_schemes: expected some of schemes, got {', '.join(sorted(unknown))}")

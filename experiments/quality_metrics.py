@@ -129,6 +129,17 @@ def summarise(positions: pl.DataFrame) -> dict[str, float | int | None]:
     }
 
 
+def summarise_losses(losses: pl.DataFrame) -> dict[str, float | int]:
+    """Perplexity of all texts together and of each by itself, from a row a position with `text` and `nll`."""
+    of_texts = {str(text): own for (text,), own in losses.group_by("text", maintain_order=True)}
+    found: dict[str, float | int] = {"predictions": len(losses), "perplexity": _perplexity(losses)}
+    return found | {f"perplexity_{text}": _perplexity(own) for text, own in of_texts.items()}
+
+
+def _perplexity(losses: pl.DataFrame) -> float:
+    return float(np.exp(losses["nll"].cast(pl.Float64).to_numpy().mean()))
+
+
 _SUMMARY = (
     "perplexity", "delta_nll", "delta_nll_se", "mean_kl", "mean_kl_se", "kl_p99", "kl_p999", "kl_max", "top1_agreement",
     "rms_change", "rms_top_change",

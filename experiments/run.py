@@ -2,6 +2,7 @@
 
 import pathlib
 import sys
+import tempfile
 import traceback
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,9 +15,13 @@ import rich.table
 from experiments import config as configs
 from experiments import files, jax_setup, manifest, page, registry, results
 from experiments.errors import UserError
+from experiments.processes import ALONE, Group, joined
 from experiments.progress import Progress
 from experiments.run_directory import CONFIG, ERROR, MANIFEST, REPORT, SUMMARY, RunDirectory
 from pallas_kernels import choices
+
+TIME_LIMIT = "process_time_limit_s"
+"""The key of a config that several processes can run: how long one waits for another."""
 
 
 class Loaded(NamedTuple):
@@ -55,8 +60,12 @@ def show_help(loaded: Loaded, console: rich.console.Console) -> int:
     return 0
 
 
-def run(loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: rich.console.Console) -> int:
+def run(
+    loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: rich.console.Console, group: Group = ALONE
+) -> int:
     """Runs an experiment, or takes up its unfinished run; prints its table and its summary.
+
+    Of several processes the first writes the run, and the others compute with it and leave nothing behind.
 
     Returns:
       The exit code: 1 if a check of the experiment failed.
@@ -64,19 +73,32 @@ def run(loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: ric
     Raises:
       UserError: the run is finished, in use, or its inputs are wrong.
     """
-    experiment, config, comment = loaded
+    if group.count > 1 and not hasattr(loaded.config, TIME_LIMIT):
+        raise UserError(f"{loaded.experiment.name} runs in one process, got --processes {group.count}")
     jax_setup.configure()
-    try:
-        config = experiment.resolve(config)
-    except (ValueError, OSError) as error:
-        raise UserError(str(error)) from error
+    with joined(group, getattr(loaded.config, TIME_LIMIT, 0.0)) as lifeline:
+        progress = Progress(rich.console.Console(quiet=True) if group.index else None, lifeline.beat)
+        if group.index == 0:
+            return _run(loaded, out_dir, argv, console, progress)
+        with tempfile.TemporaryDirectory() as scratch, RunDirectory.open(pathlib.Path(scratch)) as run_dir:
+            config = _resolve(loaded)
+            _begin(run_dir, configs.config_hash(config), config, loaded.comment, argv)
+            _compute(loaded.experiment, config, run_dir, progress)
+            return 0
+
+
+def _run(
+    loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: rich.console.Console, progress: Progress
+) -> int:
+    experiment, _, comment = loaded
+    config = _resolve(loaded)
     digest = configs.config_hash(config)
     path = out_dir / f"{experiment.name}-{digest[:8]}-{config.seed}"
     _warn_of_other_code(path)
     with RunDirectory.open(path) as run_dir:
         _begin(run_dir, digest, config, comment, argv)
         with choices.recording() as kernels:
-            found = results.plain(_compute(experiment, config, run_dir))
+            found = results.plain(_compute(experiment, config, run_dir, progress))
         failures = experiment.failed_checks(found)
         status = results.FAILED if failures else results.FINISHED
         summary = results.summary(experiment.name, str(path), status, found)
@@ -91,6 +113,13 @@ def run(loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: ric
     print(f"report: {path / REPORT}", file=sys.stderr)
     print(results.summary_line(summary))
     return 1 if failures else 0
+
+
+def _resolve(loaded: Loaded) -> Any:
+    try:
+        return loaded.experiment.resolve(loaded.config)
+    except (ValueError, OSError) as error:
+        raise UserError(str(error)) from error
 
 
 def _warn_of_other_code(path: pathlib.Path) -> None:
@@ -118,12 +147,12 @@ def _begin(run_dir: RunDirectory, digest: str, config: Any, comment: str, argv: 
     run_dir.write_json(MANIFEST, present)
 
 
-def _compute(experiment: registry.Experiment, config: Any, run_dir: RunDirectory) -> Any:
+def _compute(experiment: registry.Experiment, config: Any, run_dir: RunDirectory, progress: Progress) -> Any:
     """Calls the experiment. What it raises about its inputs is shown as a sentence; the traceback is kept in a file."""
     trace = run_dir.path / ERROR
     trace.unlink(missing_ok=True)
     try:
-        return experiment.run(config, run_dir, Progress())
+        return experiment.run(config, run_dir, progress)
     except (ValueError, OSError, NotImplementedError) as error:
         files.write_text(trace, traceback.format_exc())
         raise UserError(f"{error} (traceback: {trace})") from error

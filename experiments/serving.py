@@ -12,6 +12,7 @@ import polars as pl
 
 from experiments.workloads.workload import Workload
 from paxkv.attend import block_size_of
+from paxkv.capacity import entry_shape
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine, EngineState, StepRecord, all_ended, init_engine, output_tokens, run_steps
 from paxkv.init_cache import init_kv_cache
@@ -42,6 +43,7 @@ def serve(
     shape: KVShape,
     steps_per_dispatch: int,
     on_dispatch: Callable[[int], None] = lambda newly_ended: None,
+    compiler_options: dict[str, Any] | None = None,
 ) -> Served:
     """Runs `engine` until every request has ended.
 
@@ -53,6 +55,7 @@ def serve(
       shape: of the model's keys and values.
       steps_per_dispatch: steps that run on the device between two looks of the host.
       on_dispatch: called with the number of requests that have ended since it was called last.
+      compiler_options: of XLA, for the engine; None for the usual ones.
 
     Raises:
       ValueError: the arrays of keys and values do not fit into the device, or the modelled clock ran out.
@@ -63,7 +66,7 @@ def serve(
     cache = _allocate(shape, memory, engine.kv_format)
     state = init_engine(engine, requests, cache)
     begin = time.perf_counter()
-    advance = run_steps.lower(engine, params, requests, state, steps_per_dispatch).compile()
+    advance = run_steps.lower(engine, params, requests, state, steps_per_dispatch).compile(compiler_options)
     picture = jax.jit(_owning_requests, static_argnums=0).lower(memory, state).compile()
     wall_compile_s = time.perf_counter() - begin
 
@@ -101,8 +104,8 @@ def serve(
 
 def _allocate(shape: KVShape, memory: KVMemory[Any], kv_format: KVFormat) -> KVCache:
     """The arrays of keys and values, or a sentence that says why there are none."""
-    slots = memory.num_slots
-    sizes = (shape.layers, slots, shape.kv_heads, shape.head_dim)
+    slots, entry = memory.num_slots, entry_shape(shape, memory.layer_groups)
+    sizes = (entry.layers, slots, entry.kv_heads, entry.head_dim)
     try:
         cache = init_kv_cache(*sizes, kv_format, block_size=block_size_of(memory), rows=memory.rows)
         return jax.block_until_ready(cache)
@@ -110,7 +113,7 @@ def _allocate(shape: KVShape, memory: KVMemory[Any], kv_format: KVFormat) -> KVC
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise ValueError(
-            f"the device has no room for keys and values of {slots} slots, {slots * shape.token_bytes} bytes; lower "
+            f"the device has no room for keys and values of {slots} slots, {slots * entry.token_bytes} bytes; lower "
             "the budget, and for vAttention, whose virtual ranges are real arrays here, rows or max_model_len"
         ) from error
 

@@ -23,8 +23,6 @@ from paxkv.sizes import require_int
 
 MODELLED = frozenset({"step_ms", "tokens_per_s"})
 GLOSSARY: Mapping[str, str] = {
-    "fits": "whether weights, keys and values and what the compiled step needs besides lie within the memory of every "
-    "device, with room for a sequence of `max_model_len`",
     "missing": "what does not fit, and how much",
     "blocks_by_compiler": "the most blocks with which, by the compiler's account, the step would fit",
     "blocks_deviation": "how far `blocks`, by arithmetic, is from that",

@@ -16,6 +16,7 @@ from paxkv.engine import EngineState, all_ended
 from paxkv.outcomes import raise_on_fault
 from paxkv.requests import Requests, Status
 from paxkv.sharded_engine import Dealt, deal
+from paxkv.sharding import to_host
 
 
 class ShardedServed(NamedTuple):
@@ -67,10 +68,10 @@ def serve(
         jax.block_until_ready(state)
         passed = time.perf_counter() - begin
         on_devices += passed
-        faults = jax.device_get(memory.seqs(state.scheduler.memory).faults)
+        faults = to_host(memory.seqs(state.scheduler.memory).faults)
         for r in range(sharded.replicas):
             raise_on_fault(jax.tree.map(lambda x, r=r: x[r], faults))
-        records = jax.device_get(records)
+        records = to_host(records)
         found = [
             step_table(jax.tree.map(lambda x, r=r: x[r], records), step, sharded.engine.cost).select(
                 pl.lit(r, pl.Int32).alias("replica"), pl.all(), wall_ms=pl.lit(1000 * passed / steps_per_dispatch)
@@ -81,7 +82,7 @@ def serve(
             raise RuntimeError(f"no step after step {step} did anything, although requests are waiting")
         tables += found
         step += steps_per_dispatch
-        before, ended = ended, int(np.sum(np.asarray(state.scheduler.progress.status) == Status.ENDED))
+        before, ended = ended, int(np.sum(to_host(state.scheduler.progress.status) == Status.ENDED))
         on_dispatch(ended - before)
     host_share = 1 - on_devices / (time.perf_counter() - begun)
     return ShardedServed(pl.concat(tables), _request_table(dealt, state, workload), state, wall_compile_s, host_share)
@@ -104,4 +105,4 @@ def _request_table(dealt: Dealt, state: EngineState, workload: Workload) -> pl.D
 
 
 def _host(state: EngineState) -> EngineState:
-    return jax.device_get(sharded_engine.without_cache(state))
+    return to_host(sharded_engine.without_cache(state))

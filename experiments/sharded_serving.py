@@ -2,7 +2,7 @@
 
 import dataclasses
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -11,8 +11,10 @@ import polars as pl
 
 from experiments import files, jax_setup, metrics, plots, sharded_figures, sharded_offline
 from experiments.collectives import read_collectives
+from experiments.disaggregated_serve import Side, serve_pair
 from experiments.inputs import Inputs, load_inputs
-from experiments.progress import Progress
+from experiments.processes import agreed
+from experiments.progress import Advance, Progress
 from experiments.results import Results, Table
 from experiments.run_directory import RunDirectory
 from experiments.sharded_offline import Offline
@@ -25,15 +27,16 @@ from models.split import place_weights
 from paxkv.capacity import parse_size
 from paxkv.config import MemoryConfig
 from paxkv.cost_model import StepCost
+from paxkv.disaggregated import check_pair
 from paxkv.kv_format import scheme
-from paxkv.requests import make_requests
+from paxkv.requests import Requests, make_requests
 from paxkv.scheduler_state import Policy
 from paxkv.sharding import Rules
 from paxkv.sizes import require_int
 from paxkv.split_paged import MERGE, Dealing
 
 DESCRIPTION = "A server split over devices: replicas, KV heads and KV blocks, on the same requests."
-MODELLED = metrics.MODELLED | sharded_offline.MODELLED
+MODELLED = metrics.MODELLED | sharded_offline.MODELLED | {"link_ms_mean"}
 GLOSSARY: Mapping[str, str] = {
     **metrics.GLOSSARY,
     "devices": "of the mesh: replicas (d) times parts of the heads (m) times parts of the blocks (k)",
@@ -46,6 +49,12 @@ GLOSSARY: Mapping[str, str] = {
     "collective_bytes_per_step": "what each device gives into them",
     "merge_bytes_per_step": "of that, to merge the attention of devices that share blocks",
     **sharded_offline.GLOSSARY,
+    "moved_blocks": "blocks that went from the server that reads prompts to the one that answers",
+    "blocks_there": "blocks of prompts that did not have to move, as they were there",
+    "moved_bytes": "keys, values and scales of the blocks that moved",
+    "link_ms_mean": "mean time of a request's blocks on the link between the two servers",
+    "fits": "whether keys and values lie within `kv_memory` on every device; of what is compiled, whether all that the "
+    "step needs lies within the device's memory, with room for a sequence of `max_model_len`",
     "wall_step_ms": "median time of a step on this machine, whose devices may share its cores",
     "host_share": "share of the time in which the devices waited for the host",
 }
@@ -63,6 +72,9 @@ class Config:
       workload: what is asked of all replicas together.
       meshes: what is compared, such as `d1m8k1`: replicas, parts of the heads, parts of the blocks. The first one is
         the reference for the tokens.
+      pairs: two meshes each, such as `d1m2k1+d1m4k1`: the first reads prompts, the second answers, and keys and values
+        move between them. Their memory needs `prefix_caching`, by which blocks that move are known.
+      link_bytes_per_s: of the modelled link between the two, from each device of the first to one of the second.
       cpu_devices: that a CPU is made to look like; none if there is another device.
       ffn: which of `model` and `kv` the inner width of feed-forward blocks is split over.
       vocab: the same for the vocabulary.
@@ -81,8 +93,9 @@ class Config:
       kv_format: how keys and values are stored; its scales must need no calibration.
       policy: whom the scheduler preempts and admits, and how.
       cost: the modelled clock.
+      process_time_limit_s: of several processes, longest that one waits for another, a compilation or a step.
       offline: compile for devices that are not there, instead of serving on those that are; None serves. Model,
-        workload and `kv_memory` then mean nothing.
+        workload, pairs and `kv_memory` then mean nothing.
     """
 
     experiment: str = "sharded_serving"
@@ -91,6 +104,8 @@ class Config:
     model_sha256: str = ""
     workload: WorkloadConfig = dataclasses.field(default_factory=WorkloadConfig)
     meshes: tuple[str, ...] = ("d1m1k1", "d1m2k1", "d1m1k2", "d2m1k1")
+    pairs: tuple[str, ...] = ()
+    link_bytes_per_s: float = 50e9
     cpu_devices: int = 8
     ffn: tuple[str, ...] = ("model", "kv")
     vocab: tuple[str, ...] = ("model", "kv")
@@ -108,14 +123,19 @@ class Config:
     kv_format: str = "f32"
     policy: Policy = dataclasses.field(default_factory=Policy)
     cost: StepCost = dataclasses.field(default_factory=StepCost)
+    process_time_limit_s: float = 600.0
     offline: Offline | None = None
 
 
 def parts(config: Config) -> list[str]:
-    """Each mesh is served or compiled, and can be resumed, by itself."""
+    """Each mesh, or pair, is served or compiled, and can be resumed, by itself."""
     if config.offline is not None:
         return [case.part for case in sharded_offline.cases(config)]
-    return list(config.meshes)
+    return [*config.meshes, *map(_part_of, config.pairs)]
+
+
+def _part_of(name: str) -> str:
+    return name.replace("+", "-")
 
 
 def resolve(config: Config) -> Config:
@@ -135,6 +155,9 @@ def resolve(config: Config) -> Config:
     inputs = _inputs(config)
     for name in config.meshes:
         _server(config, inputs, name)
+    for pair in config.pairs:
+        reads, answers = _pair(config, inputs, pair)
+        check_pair(reads.sharded, answers.sharded)
     return dataclasses.replace(config, model_sha256=inputs.facts["model_sha256"], workload=with_sha256(config.workload))
 
 
@@ -152,9 +175,8 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
         seed=config.seed,
         temperature=config.temperature,
     )
-    for name in config.meshes:
-        if run_dir.finished_part(name) is not None:
-            continue
+    finished = agreed([run_dir.finished_part(name) is not None for name in config.meshes])
+    for name in (name for name, done in zip(config.meshes, finished, strict=True) if not done):
         server = _server(config, inputs, name)
         params = place_weights(inputs.params, server.sharded.mesh, server.sharded.rules)
         with progress.task(name, total=inputs.workload.num_requests) as advance:
@@ -166,13 +188,51 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
             part.write_json(
                 "devices.json", facts | {"wall_compile_s": served.wall_compile_s, "host_share": served.host_share}
             )
+    for pair in config.pairs:
+        if run_dir.finished_part(_part_of(pair)) is None:
+            with progress.task(pair, total=inputs.workload.num_requests) as advance:
+                _serve_pair(config, inputs, requests, pair, run_dir, advance)
+    if jax.process_index() > 0:
+        return {}  # the first process has what was finished before
     for table in ("steps", "requests"):
         frames = [
-            _part(run_dir, name).read_parquet(f"{table}.parquet").select(pl.lit(name).alias("mesh"), pl.all())
-            for name in config.meshes
+            _part(run_dir, _part_of(name)).read_parquet(f"{table}.parquet").select(pl.lit(name).alias("mesh"), pl.all())
+            for name in (*config.meshes, *config.pairs)
         ]
         run_dir.write_parquet(f"{table}.parquet", pl.concat(frames))
     return _results(config, run_dir)
+
+
+def _pair(config: Config, inputs: Inputs, pair: str) -> tuple[Server, Server]:
+    """The two servers of a pair, on devices of their own."""
+    names = pair.split("+")
+    if len(names) != 2:
+        raise ValueError(f"pairs: expected two meshes with a + between, such as d1m2k1+d1m4k1, got {pair!r}")
+    if jax.process_count() > 1:
+        raise ValueError(f"pairs: expected none with several processes, got {list(config.pairs)}")
+    first = parse_mesh(names[0]).size
+    return _server(config, inputs, names[0]), _server(config, inputs, names[1], jax.devices()[first:])
+
+
+def _serve_pair(
+    config: Config, inputs: Inputs, requests: Requests, pair: str, run_dir: RunDirectory, advance: Advance
+) -> None:
+    reads, answers = (
+        Side(server, place_weights(inputs.params, server.sharded.mesh, server.sharded.rules))
+        for server in _pair(config, inputs, pair)
+    )
+    rate = config.link_bytes_per_s
+    served = serve_pair(reads, answers, requests, inputs.workload, rate, config.steps_per_dispatch, advance)
+    with run_dir.part(_part_of(pair)) as part:
+        part.write_parquet("steps.parquet", served.steps)
+        part.write_parquet("requests.parquet", served.requests)
+        part.write_parquet("moves.parquet", served.moves)
+        facts = _device_facts(answers.server, answers.params, served.state.cache)
+        facts["devices"] += reads.server.sharded.mesh.size
+        moves = {"moved_blocks": "blocks", "blocks_there": "there", "moved_bytes": "bytes"}
+        facts |= {name: int(served.moves[column].sum()) for name, column in moves.items()}
+        facts["link_ms_mean"] = served.moves["link_ms"].mean() if len(served.moves) else None
+        part.write_json("devices.json", facts)
 
 
 def _inputs(config: Config) -> Inputs:
@@ -185,7 +245,7 @@ def _inputs(config: Config) -> Inputs:
     return load_inputs(config.model, config.model_sha256, config.workload, config.max_model_len, config.seed, fmt)
 
 
-def _server(config: Config, inputs: Inputs, mesh: str) -> Server:
+def _server(config: Config, inputs: Inputs, mesh: str, devices: Sequence[Any] | None = None) -> Server:
     serving = Serving(
         kv_bytes=parse_size(config.kv_memory, "kv_memory"),
         memory=config.memory,
@@ -200,8 +260,14 @@ def _server(config: Config, inputs: Inputs, mesh: str) -> Server:
         cost=config.cost,
         kernels=config.kernels,
     )
+    shape = parse_mesh(mesh)
+    if jax.process_count() > 1 and shape.size != jax.device_count():
+        raise ValueError(
+            f"{mesh}: expected {jax.device_count()} devices, all that {jax.process_count()} processes have, got "
+            f"{shape.size}"
+        )
     try:
-        return make_server(inputs.decode.config, parse_mesh(mesh), serving)
+        return make_server(inputs.decode.config, shape, serving, devices)
     except ValueError as error:
         raise ValueError(f"{mesh}: {error}") from error
 
@@ -240,8 +306,8 @@ def _results(config: Config, run_dir: RunDirectory) -> dict[str, dict[str, Any]]
     reference = requests.filter(pl.col("mesh") == config.meshes[0])
     compared = metrics.served_by_all(requests)
     found: dict[str, dict[str, Any]] = {}
-    for name in config.meshes:
-        facts = _part(run_dir, name).read_json("devices.json")
+    for name in (*config.meshes, *config.pairs):
+        facts = _part(run_dir, _part_of(name)).read_json("devices.json")
         own, own_steps = requests.filter(pl.col("mesh") == name), steps.filter(pl.col("mesh") == name)
         served = ~reference["reason"].str.starts_with("refused") & ~own["reason"].str.starts_with("refused")
         same = compare_tokens(reference.filter(served), own.filter(served), config.near_tie)
@@ -255,7 +321,7 @@ def _results(config: Config, run_dir: RunDirectory) -> dict[str, dict[str, Any]]
             "peak_running": int(own_steps.group_by("step").agg(pl.col("running").sum())["running"].max()),  # pyright: ignore
             "steps": len(busy),
             "hit_tokens": int(busy["hit_tokens"].sum()),
-            "wall_step_ms": float(busy["wall_ms"].median()),  # pyright: ignore[reportArgumentType]
+            "wall_step_ms": busy["wall_ms"].median(),
             **metrics.request_metrics(own, compared.filter(pl.col("mesh") == name)),
         }
     return found
@@ -280,7 +346,7 @@ def failed_checks(results: Results) -> list[str]:
 
 
 def _compiled(results: Results) -> bool:
-    return all("target" in values for values in results.values())
+    return bool(results) and all("target" in values for values in results.values())
 
 
 _ROWS = {
@@ -299,6 +365,10 @@ _ROWS = {
     "ttft_ms_p50": ("TTFT p50, ms (modelled)", "{:,.0f}"),
     "tpot_ms_p50": ("TPOT p50, ms (modelled)", "{:.2f}"),
     "output_tokens_per_s": ("tokens per s (modelled)", "{:,.0f}"),
+    "moved_blocks": ("blocks moved", "{:,}"),
+    "blocks_there": ("blocks there already", "{:,}"),
+    "moved_bytes": ("bytes moved", "{:,}"),
+    "link_ms_mean": ("on the link, ms (modelled)", "{:,.3f}"),
     "wall_step_ms": ("step here, ms", "{:,.1f}"),
     "fits": ("fits", "{}"),
     "tokens_equal": ("same tokens", "{}"),
@@ -318,7 +388,11 @@ def tables(results: Results) -> list[Table]:
                 return "yes" if value else "no"
         return form.format(value)
 
-    rows = [[label, *(cell(v.get(metric), form) for v in results.values())] for metric, (label, form) in _ROWS.items()]
+    rows = [
+        [label, *(cell(values.get(metric), form) for values in results.values())]
+        for metric, (label, form) in _ROWS.items()
+        if any(metric in values for values in results.values())
+    ]
     return [Table(["", *results], rows, "The same requests, and the same memory on each device, on each mesh")]
 
 
@@ -332,7 +406,7 @@ def figures(run_path: pathlib.Path) -> list[plots.Figure]:
         return sharded_figures.scaling(run_path)
     steps = files.read_parquet(run_path / "steps.parquet")
     names = steps["mesh"].unique(maintain_order=True).to_list()
-    facts = {name: files.read_json(run_path / "parts" / name / "devices.json") for name in names}
+    facts = {name: files.read_json(run_path / "parts" / _part_of(name) / "devices.json") for name in names}
     return [_capacity(facts), _exchange(facts), _over_time(steps, names)]
 
 

@@ -50,7 +50,7 @@ def decode_step(sharded: ShardedEngine, *, deep: bool = False) -> DecodeStep:
         )
         slots = memory.slots(state, row, lengths - 1)
         cu_lens = jnp.arange(memory.rows + 1, dtype=jnp.int32)
-        attend = MemoryAttend(state, slots, cu_lens, memory, engine.kv_format, 1, engine.backend)
+        attend = MemoryAttend(state, (slots,), cu_lens, memory, engine.kv_format, 1, engine.backend)
         one = jax.tree.map(lambda x: x[0], cache)
         if deep:
             run, attend = DeepDecode(decode.config, decode.split), DeepAttend(attend, decode.config.layers)

@@ -107,6 +107,11 @@ class DecoderConfig:
         sees_all = self.full_every is not None and (layer + 1) % self.full_every == 0
         return None if sees_all else self.window
 
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """`window_of` each layer, which is what `paxkv.windows.group_layers` wants to know."""
+        return tuple(map(self.window_of, range(self.layers)))
+
     def as_dict(self) -> dict[str, Any]:
         """The config as JSON holds it: Llama's fields, and those features that are not as the defaults have them.
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int32, PyTree
 
 from models.config import DecoderConfig
-from paxkv.sharding import RULES, Rules, partition, parts
+from paxkv.sharding import RULES, Rules, partition, parts, put
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,9 +91,7 @@ def weight_specs(params: PyTree, rules: Rules = RULES) -> PyTree:
 
 def place_weights(params: PyTree, mesh: Mesh, rules: Rules = RULES) -> PyTree:
     """A model's weights, each where it belongs. To load a large model so from its files, see `load_model`."""
-    return jax.tree.map(
-        lambda w, spec: jax.device_put(w, NamedSharding(mesh, spec)), params, weight_specs(params, rules)
-    )
+    return jax.tree.map(lambda w, spec: put(w, NamedSharding(mesh, spec)), params, weight_specs(params, rules))
 
 
 def add_up(x: Float[Array, "..."], axes: tuple[str, ...]) -> Float[Array, "..."]:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from paxkv.model_shapes import KVShape, model_shape
 from paxkv.page_groups import PageGroups
 from paxkv.sizes import parse_fraction, parse_size, require_int
-from paxkv.windows import Group
+from paxkv.windows import Group, num_places
 
 __all__ = [
     "BlockPlan",
@@ -22,8 +22,10 @@ __all__ = [
     "PageGroups",
     "Waste",
     "blocks_for",
+    "entry_shape",
     "expected_blocks",
     "expected_concurrency",
+    "grouped_concurrency",
     "kv_budget",
     "model_shape",
     "paged_concurrency",
@@ -174,6 +176,40 @@ def request_blocks(groups: Sequence[Group], tokens: int, max_chunk: int | None =
 def pool_concurrency(num_blocks: int, groups: Sequence[Group], tokens: int, max_chunk: int | None = None) -> Fraction:
     """Requests of `tokens` tokens each that a pool of `num_blocks` blocks holds at once; see `request_blocks`."""
     return Fraction(require_int("num_blocks", num_blocks), request_blocks(groups, tokens, max_chunk))
+
+
+def entry_shape(shape: KVShape, groups: Sequence[Group]) -> KVShape:
+    """What a block holds under these groups: keys and values of as many layers as the largest group has.
+
+    Args:
+        shape: keys and values of the whole model.
+        groups: of its layers; see `windows.group_layers`. None at all leave the shape as it is.
+
+    Raises:
+        ValueError: some layers are stored otherwise than others, though layers of several groups share blocks.
+    """
+    places = num_places(groups, shape.layers) if groups else shape.layers
+    if places < shape.layers and shape.precise_layers:
+        raise ValueError(
+            f"precise_layers: expected 0, as layers share blocks under {len(groups)} groups, got {shape.precise_layers}"
+        )
+    return dataclasses.replace(shape, layers=places)
+
+
+def grouped_concurrency(
+    shape: KVShape, kv_bytes: int, groups: Sequence[Group], tokens: int, max_chunk: int | None = None
+) -> Fraction:
+    """Requests of `tokens` tokens each that `kv_bytes` hold if blocks that have left a window are taken back.
+
+    Args:
+        shape: keys and values of the whole model.
+        kv_bytes: for keys and values.
+        groups: of its layers, whose blocks hold equally many tokens; see `windows.group_layers`.
+        tokens: that a request has stored at its end.
+        max_chunk: as for `request_blocks`.
+    """
+    block_bytes = entry_shape(shape, groups).block_bytes(groups[0].block_size)
+    return Fraction(require_int("kv_bytes", kv_bytes), request_blocks(groups, tokens, max_chunk) * block_bytes)
 
 
 def reserved_concurrency(shape: KVShape, kv_bytes: int, max_tokens: int) -> Fraction:

@@ -1,8 +1,10 @@
 """The knobs of a memory, and the one function that makes a memory of them."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
+from paxkv.capacity import entry_shape
 from paxkv.contiguous import VAttention
 from paxkv.memory import KVMemory
 from paxkv.model_shapes import KVShape
@@ -11,6 +13,7 @@ from paxkv.paged import FreeOrder, Paged
 from paxkv.prefix_cache import Duplicates, Eviction, PrefixCache, Publish
 from paxkv.reserved import Reserved
 from paxkv.sizes import parse_fraction, parse_size, require_int
+from paxkv.windows import group_layers
 
 MemoryKind = Literal["paged", "vattention", "reserved_max", "reserved_pow2", "reserved_oracle"]
 
@@ -26,6 +29,8 @@ class MemoryConfig:
       free_order: paged: `recent_first` takes the block that was freed last, and cached ones after all others; `fifo`
         takes the one that has been free for longest.
       lookahead: paged: slots that a growing sequence gets beyond the tokens of a step.
+      free_windows: paged: take back the blocks that have left the window of all layers that shared them, if the model
+        has layers with one.
       forks: paged: let sequences of one prompt share its blocks; samples and beams need it.
       swap_space: paged: size of the pool on the host to which the scheduler may swap, such as "4 GiB".
       prefix_caching: paged: find the keys and values of prompts that begin alike.
@@ -46,6 +51,7 @@ class MemoryConfig:
     num_blocks: int | None = None
     free_order: FreeOrder = "recent_first"
     lookahead: int = 0
+    free_windows: bool = True
     forks: bool = False
     swap_space: str = "0 GiB"
     prefix_caching: bool = False
@@ -69,6 +75,7 @@ _KNOBS: dict[str, tuple[str, ...]] = {
         "watermark",
         "free_order",
         "lookahead",
+        "free_windows",
         "forks",
         "swap_space",
         "prefix_caching",
@@ -82,7 +89,15 @@ _KNOBS: dict[str, tuple[str, ...]] = {
 
 
 def make_memory(
-    config: MemoryConfig, shape: KVShape, budget_bytes: int, rows: int, max_len: int, *, kv_format: str = "f32"
+    config: MemoryConfig,
+    shape: KVShape,
+    budget_bytes: int,
+    rows: int,
+    max_len: int,
+    *,
+    kv_format: str = "f32",
+    windows: Sequence[int | None] = (),
+    max_chunk: int | None = None,
 ) -> KVMemory[Any]:
     """The memory that `budget_bytes` pay for.
 
@@ -94,6 +109,8 @@ def make_memory(
       rows: most sequences in flight.
       max_len: most tokens of one sequence.
       kv_format: name of the format in which keys and values are stored; a prefix cache never hits those of another.
+      windows: of each layer, the tokens that it sees; None for all. Empty if all layers see all.
+      max_chunk: most tokens that a sequence computes in a step, which bounds what it holds under a window.
 
     Raises:
       ValueError: a knob is out of range or belongs to another kind, or the budget does not pay for one unit.
@@ -102,9 +119,11 @@ def make_memory(
     budget_bytes -= rows * shape.row_bytes
     match config.kind:
         case "paged":
+            groups = group_layers(windows, require_int("block_size", config.block_size)) if config.free_windows else ()
+            block_bytes = entry_shape(shape, groups).block_bytes(config.block_size)
             num_blocks = config.num_blocks
             if num_blocks is None:
-                num_blocks = _units("block", budget_bytes, shape.block_bytes(config.block_size))
+                num_blocks = _units("block", budget_bytes, block_bytes)
             return Paged(
                 rows=rows,
                 max_len=max_len,
@@ -115,7 +134,9 @@ def make_memory(
                 cache=_prefix_cache(config, kv_format),
                 lookahead=config.lookahead,
                 forks=config.forks,
-                host_blocks=parse_size(config.swap_space, "swap_space") // shape.block_bytes(config.block_size),
+                groups=groups,
+                max_chunk=max_chunk if groups else None,
+                host_blocks=parse_size(config.swap_space, "swap_space") // block_bytes,
             )
         case "vattention":
             pages = PageGroups(shape, parse_size(config.page, "page"))

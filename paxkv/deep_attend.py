@@ -43,7 +43,7 @@ class DeepAttend:
         tables = tuple(dataclasses.replace(table, ids=moved(table.ids)) for table in state.tables)
         state = dataclasses.replace(state, tables=tables)
         slots = memory.slots(state, row, state.seqs.lengths - 1)
-        return dataclasses.replace(self.step, state=state, slots=slots, memory=memory), 0
+        return dataclasses.replace(self.step, state=state, slots=(slots,), memory=memory), 0
 
 
 def deepened(memory: Paged, layers: int) -> Paged:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float32, Int32
 
-from paxkv.attend import MemoryAttend, check_rows
+from paxkv.attend import MemoryAttend, check_groups, check_rows, slots_by_group
 from paxkv.beams import choose_beams
 from paxkv.control_flow import run_if
 from paxkv.cost_model import StepCost, step_ticks
@@ -29,6 +29,7 @@ from paxkv.sampling import sample
 from paxkv.scheduler import commit, next_arrival, schedule
 from paxkv.scheduler_state import Plan, Policy, SchedulerState, by_row, init_scheduler
 from paxkv.sizes import require_int
+from paxkv.windows import num_places
 
 
 @typing.runtime_checkable
@@ -77,6 +78,13 @@ class Engine:
             raise ValueError(
                 f"on_free: expected 'keep' with {type(self.memory).__name__} memory, which has no blocks, got "
                 f"{self.on_free!r}"
+            )
+        check_groups(self.kv_format, self.memory)
+        max_chunk = self.memory.max_chunk if isinstance(self.memory, Paged) else None
+        if max_chunk is not None and max_chunk < self.token_budget:
+            raise ValueError(
+                f"token_budget: expected at most memory.max_chunk = {max_chunk}, the most tokens of a sequence in a "
+                f"step that the memory has room for under a window, got {self.token_budget}; give both the same"
             )
         cache = self.memory.cache if isinstance(self.memory, Paged) else None
         if cache is not None and cache.kv_format != self.kv_format.name:
@@ -153,7 +161,8 @@ def init_engine(engine: Engine, requests: Requests, cache: KVCache, *, max_outpu
     Inside of jit `max_output`, the most tokens that a request asks for, has to be given.
 
     Raises:
-      ValueError: if `cache` has another number of slots than the memory hands out.
+      ValueError: if `cache` has another number of slots or entries than the memory needs, or beams ask for more than it
+        can do.
     """
     slots = cache.num_slots
     if slots != engine.memory.num_slots:
@@ -162,10 +171,11 @@ def init_engine(engine: Engine, requests: Requests, cache: KVCache, *, max_outpu
         )
     if requests.beams and not engine.memory.can_fork:
         raise ValueError("memory: expected one that can fork, as beams share blocks, such as Paged(..., forks=True)")
-    if isinstance(engine.memory, Paged) and engine.memory.groups:
+    places = num_places(engine.memory.layer_groups, len(cache.layers))
+    if len(cache.layers) != places:
         raise ValueError(
-            "memory: expected Paged without groups, as the engine has no attention under a window and knows one table "
-            f"for all layers, got {engine.memory.groups}"
+            f"cache: expected {places} entries, one for each layer of the memory's largest group, got "
+            f"{len(cache.layers)}; see `windows.num_places`"
         )
     if max_output is None:
         max_output = int(jnp.max(requests.output_lens))
@@ -319,8 +329,7 @@ def _forward(
         memory = engine.memory
         batch = ragged(plan.starts, plan.new_tokens, num_tokens)
         tokens = tokens_of(transcripts, scheduled.row_request, batch)
-        slots = memory.slots(scheduled.memory, batch.row, batch.position)
-
+        slots = slots_by_group(memory, scheduled.memory, batch)
         attend = MemoryAttend(
             scheduled.memory, slots, batch.cu_lens, memory, engine.kv_format, max_q_len, engine.backend
         )

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float32, Int32
 
-from paxkv.attend import MemoryAttend, check_rows
+from paxkv.attend import MemoryAttend, check_groups, check_rows, slots_by_group
 from paxkv.kv_cache import KVCache
 from paxkv.kv_format import KVFormat
 from paxkv.memory import Ask, Content, KVMemory
@@ -28,8 +28,9 @@ class Reader:
     backend: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
-        """Refuses a format that the memory's rows cannot have."""
+        """Refuses a format that the memory's rows or groups of layers cannot have."""
         check_rows(self.kv_format, self.memory)
+        check_groups(self.kv_format, self.memory)
 
 
 def begin(
@@ -91,8 +92,9 @@ def _admit(memory: KVMemory[Any], state: Any, ask: Ask) -> tuple[Any, Int32[Arra
 @jax.jit(static_argnames=("memory", "num_tokens", "max_q_len"))
 def _make_room(
     memory: KVMemory[Any], state: Any, new_tokens: Int32[Array, " rows"], num_tokens: int, max_q_len: int
-) -> tuple[Any, Ragged, Int32[Array, " tokens"], Int32[Array, ""]]:
+) -> tuple[Any, Ragged, tuple[Int32[Array, " tokens"], ...], Int32[Array, ""]]:
+    state = memory.background(state)  # what the last call stored is computed
     starts = memory.seqs(state).lengths
     state, outcome = memory.append(state, new_tokens, max_q_len)
     batch = ragged(starts, new_tokens, num_tokens)
-    return state, batch, memory.slots(state, batch.row, batch.position), outcome
+    return state, batch, slots_by_group(memory, state, batch), outcome

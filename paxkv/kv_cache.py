@@ -130,9 +130,16 @@ def attend_layer(
 
     Returns:
       The output, and the cache of all layers.
+
+    Raises:
+      ValueError: the layer cannot attend so; a note names the layer.
     """
     of_layer, place = attend.of_layer(layer)
-    out, changed = run(of_layer, cache.layers[place])
+    try:
+        out, changed = run(of_layer, cache.layers[place])
+    except ValueError as error:
+        error.add_note(f"in layer {layer} of the model")
+        raise
     return out, KVCache((*cache.layers[:place], changed, *cache.layers[place + 1 :]))
 
 
@@ -254,6 +261,16 @@ def fill_blocks(cache: KVCache, ids: Int32[Array, " ids"], value: float | int, b
                     f"{value}"
                 )
     return map_blocks(fill, block_size, cache)
+
+
+def to_bits(array: jax.Array) -> jax.Array:
+    """The same bits as unsigned integers, which all have a 0 and can be added."""
+    return jax.lax.bitcast_convert_type(array, jnp.dtype(f"uint{8 * array.dtype.itemsize}"))
+
+
+def from_bits(bits: jax.Array, dtype: jnp.dtype) -> jax.Array:
+    """What `to_bits` was given."""
+    return jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def with_blocks(cache: KVCache, num_blocks: int, block_size: int) -> KVCache:

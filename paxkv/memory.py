@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Int32
 from paxkv.kv_cache import AttentionSpec, KVCache, KVPool
 from paxkv.seqs import Seqs
 from paxkv.swap_state import Moves
+from paxkv.windows import Group
 
 State = TypeVar("State")
 
@@ -136,6 +137,11 @@ class KVMemory(Protocol[State]):
     @property
     def num_units(self) -> int:
         """Units that the budget pays for."""
+        ...
+
+    @property
+    def layer_groups(self) -> tuple[Group, ...]:
+        """The layers that see the same tokens, group by group: one of all layers unless some have a window."""
         ...
 
     def init(self) -> State:
@@ -264,6 +270,10 @@ class KVMemory(Protocol[State]):
         """What the memory does while the model computes: vAttention maps ahead."""
         ...
 
+    def of_group(self, state: State, group: int) -> State:
+        """The state as the layers of one group see it: what `slots` and `attend` are to be given for them."""
+        ...
+
     def slots(
         self, state: State, row: Int32[Array, " tokens"], position: Int32[Array, " tokens"]
     ) -> Int32[Array, " tokens"]:
@@ -303,6 +313,14 @@ class KVMemory(Protocol[State]):
 
 class SharesNothing:
     """What the protocol asks of memories that can share, for those that cannot."""
+
+    @property
+    def layer_groups(self) -> tuple[Group, ...]:
+        return (Group(1),)
+
+    def of_group(self, state: State, group: int) -> State:
+        del group
+        return state
 
     @property
     def publishes(self) -> None:

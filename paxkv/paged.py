@@ -17,10 +17,11 @@ from paxkv.block_pool import BlockPool, give_back, init_block_pool, mark_kept, m
 from paxkv.block_tables import BlockTable, blocks_for
 from paxkv.cache_stats import no_stats
 from paxkv.control_flow import run_if
-from paxkv.kv_cache import AttentionSpec, KVCache, KVPool, copy_blocks
+from paxkv.kv_cache import AttentionSpec, KVCache, KVPool, copy_blocks, from_bits, to_bits
 from paxkv.memory import Ask, Content, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.outcomes import Outcome, record, select_outcome
 from paxkv.paged_state import PagedState, required
+from paxkv.pool_metrics import usage_of_blocks
 from paxkv.prefix_cache import PrefixCache
 from paxkv.seqs import Seqs, advance, check_append, init_seqs, lowest_free_row, occupy, vacate
 from paxkv.sizes import require_bool, require_int
@@ -373,6 +374,10 @@ class Paged:
         """What blocks `src` hold, all read before any is written, in blocks `dst`; `num_blocks` in an empty place."""
         return copy_blocks(cache, src, dst, self.block_size)
 
+    def read_blocks(self, blocks: jax.Array, ids: Int32[Array, " n"]) -> jax.Array:
+        """Blocks of an array `[num_blocks, rows, ...]`, zeros for `num_blocks`, bit for bit."""
+        return from_bits(to_bits(blocks).at[ids].get(mode="fill", fill_value=0), blocks.dtype)
+
     def own_blocks(self, ids: Int32[Array, "*shape"]) -> Int32[Array, "*shape"]:
         """Places of blocks in the arrays of keys and values: all lie where their ids say."""
         return ids
@@ -431,6 +436,9 @@ class Paged:
     def background(self, state: PagedState) -> PagedState:
         return lifecycle.free_out_of_view(self, state)
 
+    def of_group(self, state: PagedState, group: int) -> PagedState:
+        return dataclasses.replace(state, tables=(state.tables[group],))
+
     def slots(
         self, state: PagedState, row: Int32[Array, " tokens"], position: Int32[Array, " tokens"]
     ) -> Int32[Array, " tokens"]:
@@ -469,29 +477,7 @@ class Paged:
         if self.cache is None and not self.forks and not self.groups:
             given = self.held(state) * self.block_size
             return usage_of_rows(self.capacity, state.seqs, given, given, final_lengths)
-        return self._usage_of_blocks(state, final_lengths)
-
-    def _usage_of_blocks(self, state: PagedState, final_lengths: Int32[Array, " rows"]) -> Usage:
-        """Counts a shared block once: what the sequence furthest in has stored there, and will."""
-        tokens = fillable = named = jnp.zeros(self.num_blocks, jnp.int32)
-        final = jnp.maximum(final_lengths, state.seqs.lengths)
-        for group, table in zip(self.layer_groups, state.tables, strict=True):
-            begin = group.block_size * jnp.arange(table.ids.shape[1], dtype=jnp.int32)[None, :]
-            stored = jnp.clip(state.seqs.lengths[:, None] - begin, 0, group.block_size)
-            to_come = jnp.clip(final[:, None] - begin, 0, group.block_size)
-            # A full block of any group is worth the slots of a block: its bytes are the same.
-            tokens = tokens.at[table.ids].max(stored * self.block_size // group.block_size, mode="drop")
-            fillable = fillable.at[table.ids].max(to_come * self.block_size // group.block_size, mode="drop")
-            named = named.at[table.ids].set(1, mode="drop")
-        held = self.block_size * (self.num_blocks - state.pool.num_free)
-        return Usage(
-            tokens=jnp.sum(tokens),
-            reserved=jnp.sum(fillable - tokens),
-            internal=held - jnp.sum(fillable),
-            external=self.capacity - held,
-            allocated=held,
-            saved=self.block_size * (jnp.sum(self.held(state)) - jnp.sum(named)),  # not those that only pins hold
-        )
+        return usage_of_blocks(self, state, final_lengths)
 
     def owners(self, state: PagedState) -> Int32[Array, " units"]:
         owner = jnp.full(self.num_blocks, self.rows, jnp.int32)

@@ -5,13 +5,18 @@ Reductions of a state, to be called when somebody looks; a memory that nobody lo
 
 import dataclasses
 import typing
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
+from paxkv.memory import Usage
 from paxkv.paged_state import PagedState
 from paxkv.sizes import require_int
+
+if TYPE_CHECKING:
+    from paxkv.paged import Paged
 
 
 @typing.no_type_check
@@ -160,6 +165,29 @@ def observe_lifetimes(lifetimes: Lifetimes, before: PagedState, after: PagedStat
         held=_add_to_bins(lifetimes.held, time, was_held & ~is_held),
         idle_until_hit=_add_to_bins(lifetimes.idle_until_hit, time, idle & kept & is_held),
         idle_until_lost=_add_to_bins(lifetimes.idle_until_lost, time, idle & ~kept),
+    )
+
+
+def usage_of_blocks(memory: "Paged", state: PagedState, final_lengths: Int32[Array, " rows"]) -> Usage:
+    """Counts a shared block once: what the sequence furthest in has stored there, and will."""
+    tokens = fillable = named = jnp.zeros(memory.num_blocks, jnp.int32)
+    final = jnp.maximum(final_lengths, state.seqs.lengths)
+    for group, table in zip(memory.layer_groups, state.tables, strict=True):
+        begin = group.block_size * jnp.arange(table.ids.shape[1], dtype=jnp.int32)[None, :]
+        stored = jnp.clip(state.seqs.lengths[:, None] - begin, 0, group.block_size)
+        to_come = jnp.clip(final[:, None] - begin, 0, group.block_size)
+        # A full block of any group is worth the slots of a block: its bytes are the same.
+        tokens = tokens.at[table.ids].max(stored * memory.block_size // group.block_size, mode="drop")
+        fillable = fillable.at[table.ids].max(to_come * memory.block_size // group.block_size, mode="drop")
+        named = named.at[table.ids].set(1, mode="drop")
+    held = memory.block_size * (memory.num_blocks - state.pool.num_free)
+    return Usage(
+        tokens=jnp.sum(tokens),
+        reserved=jnp.sum(fillable - tokens),
+        internal=held - jnp.sum(fillable),
+        external=memory.capacity - held,
+        allocated=held,
+        saved=memory.block_size * (jnp.sum(memory.held(state)) - jnp.sum(named)),  # not those that only pins hold
     )
 
 

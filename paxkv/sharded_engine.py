@@ -20,7 +20,7 @@ from jaxtyping import Int32, PyTree
 from paxkv.engine import Engine, EngineState, StepRecord, init_engine, output_tokens, step
 from paxkv.kv_cache import KVCache, KVPool, LayerCache
 from paxkv.requests import Requests
-from paxkv.sharding import RULES, Rules, partition
+from paxkv.sharding import RULES, Rules, partition, put, to_host
 from paxkv.split_paged import SplitPaged
 
 
@@ -125,14 +125,18 @@ def _placed(sharded: ShardedEngine, make: Callable[[], KVCache]) -> tuple[Callab
     return stacked, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
-def cache_specs(cache: KVCache, rules: Rules = RULES) -> KVCache:
-    """Where the arrays of a cache lie; replicas are their first axis."""
+def cache_specs(cache: KVCache, rules: Rules = RULES, *, split_slots: bool = True) -> KVCache:
+    """Where the arrays of a cache lie; replicas are their first axis.
+
+    Without `split_slots` every device of a replica has all slots, and counts nothing.
+    """
+    slots = "slots" if split_slots else None
 
     def of_pool(pool: KVPool) -> KVPool:
         axes = {
-            "data": ("replicas", "slots", "kv_heads", None),
+            "data": ("replicas", slots, "kv_heads", None),
             "factor": ("replicas", "kv_heads", None),
-            "scales": ("replicas", "slots", "kv_heads"),
+            "scales": ("replicas", slots, "kv_heads"),
             "first": ("replicas", None, None, "kv_heads", None),
         }
         arrays = {name: getattr(pool, name) for name in axes}
@@ -140,7 +144,7 @@ def cache_specs(cache: KVCache, rules: Rules = RULES) -> KVCache:
         return dataclasses.replace(pool, **specs)
 
     def of_layer(layer: LayerCache) -> LayerCache:
-        counts = partition(("replicas", "counts"), rules)
+        counts = partition(("replicas", "counts" if split_slots else None), rules)
         return dataclasses.replace(layer, k=of_pool(layer.k), v=of_pool(layer.v), clipped=counts)
 
     return KVCache(tuple(layer and of_layer(layer) for layer in cache.layers))
@@ -149,18 +153,20 @@ def cache_specs(cache: KVCache, rules: Rules = RULES) -> KVCache:
 def init(sharded: ShardedEngine, dealt: Dealt, cache: KVCache) -> tuple[Requests, EngineState]:
     """The requests where they are served, and replicas that have not started. Takes over `cache`."""
     by_replica = partition(("replicas",), sharded.rules)
-    requests = jax.device_put(dealt.requests, NamedSharding(sharded.mesh, by_replica))
+    requests = jax.tree.map(lambda x: put(x, NamedSharding(sharded.mesh, by_replica)), dealt.requests)
     max_output = max(1, int(np.max(np.asarray(dealt.requests.output_lens))))
 
     @jax.jit(donate_argnums=1)
     def begin(requests: Requests, cache: KVCache) -> EngineState:
         def on_device(requests: Requests, cache: KVCache) -> EngineState:
-            return _several(init_engine(sharded.engine, _one(requests), _one(cache), max_output=max_output))
+            return as_replica(
+                init_engine(sharded.engine, one_replica(requests), one_replica(cache), max_output=max_output)
+            )
 
-        of_cache = _specs(cache)
+        of_cache = specs_of(cache)
         host = of_cache if sharded.engine.policy.swaps(sharded.engine.memory) else None
         out = cast(Any, EngineState)(by_replica, of_cache, host, by_replica, by_replica)
-        return _on_devices(sharded, on_device, (_specs(requests), of_cache), out)(requests, cache)
+        return on_devices(sharded, on_device, (specs_of(requests), of_cache), out)(requests, cache)
 
     return requests, begin(requests, cache)
 
@@ -183,15 +189,15 @@ def run_steps(
     """
 
     def on_device(params: Any, requests: Requests, state: EngineState) -> tuple[EngineState, StepRecord]:
-        one = _one(requests)
+        one = one_replica(requests)
         after, records = jax.lax.scan(
-            lambda carry, _: step(sharded.engine, params, one, carry), _one(state), length=num_steps
+            lambda carry, _: step(sharded.engine, params, one, carry), one_replica(state), length=num_steps
         )
-        return _several(after), _several(records)
+        return as_replica(after), as_replica(records)
 
-    ins = tuple(_specs(argument) for argument in (params, requests, state))
+    ins = tuple(specs_of(argument) for argument in (params, requests, state))
     outs = (ins[2], partition(("replicas",), sharded.rules))
-    return _on_devices(sharded, on_device, ins, outs)(params, requests, state)
+    return on_devices(sharded, on_device, ins, outs)(params, requests, state)
 
 
 def outputs(dealt: Dealt, state: EngineState) -> list[list[int]]:
@@ -199,8 +205,7 @@ def outputs(dealt: Dealt, state: EngineState) -> list[list[int]]:
     found: dict[int, list[int]] = {}
     for replica, ids in enumerate(dealt.ids):
         requests, own = (
-            jax.tree.map(lambda x, r=replica: x[r], tree)
-            for tree in (dealt.requests, jax.device_get(without_cache(state)))
+            jax.tree.map(lambda x, r=replica: x[r], tree) for tree in (dealt.requests, to_host(without_cache(state)))
         )
         found |= dict(zip(ids.tolist(), output_tokens(requests, own), strict=True))
     return [found[request] for request in range(max(found) + 1)]
@@ -211,22 +216,24 @@ def without_cache(state: EngineState) -> EngineState:
     return dataclasses.replace(state, cache=KVCache(()), host_cache=None)
 
 
-def _one(tree: PyTree) -> Any:
+def one_replica(tree: PyTree) -> Any:
     """A replica's own, without the axis of replicas."""
     return jax.tree.map(lambda x: x[0], tree)
 
 
-def _several(tree: PyTree) -> Any:
+def as_replica(tree: PyTree) -> Any:
+    """What is a replica's own, as the only one of an axis of replicas."""
     return jax.tree.map(lambda x: x[None], tree)
 
 
-def _specs(tree: PyTree) -> Any:
+def specs_of(tree: PyTree) -> Any:
     """Where arrays lie, which inside of jit their types say."""
     return jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree)
 
 
-def _on_devices(
+def on_devices(
     sharded: ShardedEngine, run: Callable[..., Any], in_specs: tuple[PyTree, ...], out_specs: PyTree
 ) -> Callable[..., Any]:
+    """`run` on every device, with its part of the arguments."""
     # Devices that hold the same compute the same, which the checker cannot know of ids that come from a loop.
     return jax.shard_map(run, mesh=sharded.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)

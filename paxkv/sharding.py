@@ -16,7 +16,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, Mesh, PartitionSpec
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from paxkv.sizes import require_int
 
@@ -133,6 +137,25 @@ def head_parts(model: int, q_heads: int, kv_heads: int, replicate_kv_heads: bool
         )
     group = math.gcd(model // kv_heads, q_heads // kv_heads)
     return kv_heads, group, model // kv_heads // group
+
+
+def put(x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """An array that every process has, each part on its device; devices may be other processes'."""
+    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
+        return jax.random.wrap_key_data(put(jax.random.key_data(x), sharding), impl=jax.random.key_impl(x))
+    whole = np.asarray(x)
+    return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
+
+
+def to_host(tree: PyTree) -> Any:
+    """All of some arrays, whatever process has which part of them; every process has to ask."""
+
+    def fetch(x: jax.Array) -> np.ndarray:
+        if x.is_fully_addressable or x.is_fully_replicated:
+            return jax.device_get(x)
+        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+
+    return jax.tree.map(fetch, tree)
 
 
 def partition(axes: Sequence[str | None], rules: Rules = RULES) -> PartitionSpec:

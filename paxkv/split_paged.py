@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Float32, Int32
 
 from pallas_kernels.paged_attention import paged_attention
 from paxkv.control_flow import run_if
-from paxkv.kv_cache import AttentionSpec, KVCache, KVPool, map_blocks
+from paxkv.kv_cache import AttentionSpec, KVCache, KVPool, from_bits, map_blocks, to_bits
 from paxkv.paged import Paged
 from paxkv.paged_state import PagedState
 from paxkv.sizes import require_int
@@ -61,8 +61,6 @@ class SplitPaged(Paged):
                 "host_blocks: expected 0 where blocks lie across devices, as a sequence would come back to blocks of "
                 f"other devices than it left, got {self.host_blocks}; preempt by recomputing"
             )
-        if self.groups:
-            raise ValueError(f"groups: expected none where blocks lie across devices, got {self.groups}")
 
     @property
     def num_slots(self) -> int:
@@ -143,14 +141,18 @@ class SplitPaged(Paged):
         table = jnp.full((rows, width), here, jnp.int32).at[row, column].set(place, mode="drop")
         return table, jnp.full((rows, width), _NOWHERE, jnp.int32).at[row, column].set(logical, mode="drop")
 
+    def read_blocks(self, blocks: jax.Array, ids: Int32[Array, " n"]) -> jax.Array:
+        """See `Paged.read_blocks`; whoever has a block sends it to all."""
+        own = to_bits(blocks).at[self.own_blocks(ids)].get(mode="fill", fill_value=0)
+        return from_bits(jax.lax.psum(own, self.axis), blocks.dtype)
+
     def copy(self, cache: KVCache, src: Int32[Array, " pairs"], dst: Int32[Array, " pairs"]) -> KVCache:
         """See `Paged.copy`. Whoever has a block sends it to all, as they may all be who needs it."""
-        src_here, dst_here = self.own_blocks(src), self.own_blocks(dst)
 
         def copy(array: jax.Array, rows: int) -> jax.Array:
             blocks = array.reshape(-1, rows, *array.shape[1:])
-            sent = _sum_bits(blocks.at[src_here].get(mode="fill", fill_value=0), self.axis)
-            return blocks.at[dst_here].set(sent, mode="drop").reshape(array.shape)
+            sent = self.read_blocks(blocks, src)
+            return blocks.at[self.own_blocks(dst)].set(sent, mode="drop").reshape(array.shape)
 
         any_copy = jnp.any(dst < self.num_blocks)
         return run_if(any_copy, lambda cache: map_blocks(copy, self.block_size, cache), cache)
@@ -176,10 +178,3 @@ def merge_over(
     # A NaN of any device stays one.
     weight = jnp.where(seen | jnp.isnan(total), jnp.exp(lse - total), 0)
     return jax.lax.psum(out.astype(jnp.float32) * weight[..., None], axis).astype(out.dtype)
-
-
-def _sum_bits(blocks: jax.Array, axis: str) -> jax.Array:
-    """Blocks that one device has and the others have zeros for, bit for bit, on all of them."""
-    bits = jnp.dtype(f"uint{8 * blocks.dtype.itemsize}")
-    same = jax.lax.bitcast_convert_type(blocks, bits)
-    return jax.lax.bitcast_convert_type(jax.lax.psum(same, axis), blocks.dtype)

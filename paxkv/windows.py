@@ -5,6 +5,7 @@ position p sees positions p - W + 1 to p. Chunked-local attention sees back to t
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -23,14 +24,17 @@ class Group:
         larger blocks.
       window: of sliding-window layers; None for all tokens.
       chunk: of chunked-local layers; None for all tokens.
+      layers: which they are, in the order of the entries of the KV cache that they store in. A group alone may leave
+        them out: it then has all layers, each with its own entry.
     """
 
     block_size: int
     window: int | None = None
     chunk: int | None = None
+    layers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
-        """Refuses sizes that are not positive, and a layer that is both."""
+        """Refuses sizes that are not positive, a layer that is both, and one that is there twice."""
         require_int("block_size", self.block_size)
         for name in ("window", "chunk"):
             if getattr(self, name) is not None:
@@ -39,6 +43,10 @@ class Group:
             raise ValueError(
                 f"window, chunk: expected at most one, got {self.window} and {self.chunk}; make a group of each"
             )
+        for layer in self.layers:
+            require_int("layers", layer, minimum=0)
+        if len(set(self.layers)) < len(self.layers):
+            raise ValueError(f"layers: expected none twice, got {self.layers}")
 
     @property
     def sees_all(self) -> bool:
@@ -89,3 +97,52 @@ class Group:
         first = jnp.maximum(broken_at + 1, restarted_at)
         first = jnp.concatenate([jnp.zeros(1, jnp.int32), first])
         return (first * self.block_size <= self.out_of_view(ends * self.block_size)) | (ends == 0)
+
+
+def group_layers(windows: Sequence[int | None], block_size: int) -> tuple[Group, ...]:
+    """The groups of a model some of whose layers have a window.
+
+    A block holds `block_size` tokens of as many layers as the largest group has, and any group may take any block:
+    the first layers of all groups share one entry of the KV cache, the second ones another, and so on. What a window
+    gives back thereby serves layers that have none. A group with fewer layers leaves entries of its blocks empty, so
+    all are made as large as the rarest kind of layer is common, and a commoner kind is cut into several. Only where
+    the kinds differ by less than half is every kind one group: cutting would leave more empty.
+
+    Args:
+      windows: of each layer, the tokens that it sees; None for all.
+      block_size: tokens in a block, of every group.
+
+    Returns:
+      Those that see everything first, then from the widest window to the narrowest; nothing if no layer has a window.
+    """
+    kinds: dict[int | None, list[int]] = {}
+    for layer, window in enumerate(windows):
+        kinds.setdefault(window, []).append(layer)
+    if set(kinds) <= {None}:
+        return ()
+    rarest, commonest = (of(map(len, kinds.values())) for of in (min, max))
+    size = commonest if 2 * commonest < 3 * rarest else rarest
+    return tuple(
+        Group(block_size, window, layers=tuple(layers[first : first + size]))
+        for window, layers in sorted(kinds.items(), key=lambda kind: (kind[0] is not None, -(kind[0] or 0)))
+        for first in range(0, len(layers), size)
+    )
+
+
+def place_of(groups: Sequence[Group], layer: int) -> tuple[int, int]:
+    """The group that a layer belongs to, and which entry of the KV cache it stores in.
+
+    Raises:
+      ValueError: it belongs to none.
+    """
+    if len(groups) == 1 and not groups[0].layers:
+        return 0, layer
+    for g, group in enumerate(groups):
+        if layer in group.layers:
+            return g, group.layers.index(layer)
+    raise ValueError(f"layer: expected one of those in the memory's groups, got {layer}, which is in none of {groups}")
+
+
+def num_places(groups: Sequence[Group], layers: int) -> int:
+    """Entries that the KV cache of a model with so many layers has: one for each layer of the largest group."""
+    return max(len(group.layers) or layers for group in groups)

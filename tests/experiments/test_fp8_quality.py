@@ -10,15 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.special
 from flax import nnx
 
 from experiments import config as configs
+from experiments import files, plots, quality_evaluate
 from experiments import fp8_quality as experiment
-from experiments import plots, quality_evaluate
 from experiments.progress import Progress
 from experiments.quality_capacity import capacity_of
 from experiments.quality_config import Case, Config
-from experiments.quality_forward import Subject, attention_errors, read
+from experiments.quality_forward import Subject, attend_without_cache, attention_errors, read
 from experiments.quality_texts import TextConfig
 from experiments.run_directory import RunDirectory
 from experiments.workloads.config import WorkloadConfig
@@ -29,9 +30,10 @@ from models.decoder import Decoder, forward, make_decode
 from paxkv.kv_format import KVFormat, scheme
 
 CONFIGS = pathlib.Path(__file__).parents[2] / "configs/fp8_quality"
-TINY = DecoderConfig(vocab=256, width=16, layers=2, q_heads=2, kv_heads=1, head_dim=8, ffn=16, max_len=64)
+TINY = DecoderConfig(vocab=256, width=16, layers=2, q_heads=2, kv_heads=1, head_dim=8, ffn=16, max_len=96)
 NAMES = [
-    "bf16", "e4m3_block_head", "lambda_64/f32", "lambda_64/int8_layer", "block_16/bf16", "block_16/e4m3_block_head",
+    "dense_f32", "bf16", "e4m3_block_head", "lambda_64/f32", "lambda_64/int8_layer", "block_16/bf16",
+    "block_16/e4m3_block_head", "passkey_80/bf16", "passkey_80/e4m3_block_head",
 ]  # fmt: skip
 
 
@@ -86,6 +88,12 @@ def config(tmp_path_factory, model):
         block_schemes=("bf16", "e4m3_block_head"),
         outlier_factors=(64,),
         outlier_schemes=("f32", "int8_layer"),
+        greedy_prompts=2,
+        greedy_prompt_tokens=16,
+        greedy_tokens=8,
+        passkey_contexts=(80,),
+        passkey_depths=(0.5,),
+        passkey_schemes=("bf16", "e4m3_block_head"),
         kv_memory="16 KiB",
         workload=WorkloadConfig(lengths="constant", prompt_mean=20, output_mean=10, num_requests=9, rate=float("inf")),
         rows=8,
@@ -113,7 +121,8 @@ def test_every_case_has_its_result(finished):
     assert list(results) == NAMES
     named = {
         "perplexity", "delta_nll", "delta_nll_se", "mean_kl", "kl_p999", "top1_agreement", "clipped", "bytes_per_token",
-        "blocks", "peak_running", "attention_error", "mean_kl_prose", "mean_kl_code", "texts",
+        "blocks", "peak_running", "attention_error", "mean_kl_prose", "mean_kl_code", "texts", "divergence_median",
+        "never_diverged", "divergence_gap", "over_dense_prose", "over_dense_code",
     }  # fmt: skip
     for name in ("bf16", "e4m3_block_head"):
         assert named <= results[name].keys()
@@ -131,6 +140,44 @@ def test_only_scales_of_blocks_notice_the_size_of_blocks(finished):
     assert own != other
 
 
+def test_windows_are_read_without_a_cache_too(finished, config, model):
+    """Against a plain sum over each window by itself."""
+    results, path = finished
+    evaluation = quality_evaluate.load(config)
+    for name, windows in evaluation.windows.items():
+        logits = np.stack([forward(*model, jnp.asarray(window[None, :-1]))[0] for window in windows]).astype(np.float64)
+        nll = scipy.special.logsumexp(logits, axis=-1) - np.take_along_axis(logits, windows[:, 1:, None], -1)[..., 0]
+        expected = np.exp(nll.mean())
+        assert results["dense_f32"][f"perplexity_{name}"] == pytest.approx(expected, rel=1e-6)
+        over = results["bf16"][f"perplexity_{name}"] / expected - 1
+        assert results["bf16"][f"over_dense_{name}"] == pytest.approx(over, abs=1e-6)
+    assert len(files.read_parquet(path / "parts/reference/dense.parquet")) == 2 * 2 * 32
+
+
+def test_what_is_generated_is_kept_prompt_by_prompt(finished):
+    results, path = finished
+    for name in ("bf16", "e4m3_block_head"):
+        greedy = files.read_parquet(path / "parts" / name / "greedy.parquet")
+        assert greedy.select("text", "prompt").rows() == [(t, i) for t in ("prose", "code") for i in range(2)]
+        assert results[name]["never_diverged"] == np.mean(greedy["steps"].to_numpy() == 8)
+        passkey = files.read_parquet(path / "parts" / name / "passkey.parquet")
+        assert passkey["prompt"].to_list() == [0, 1]
+        assert results[f"passkey_80/{name}"]["digit_logprob"] == pytest.approx(passkey["digit_logprob"].mean())
+    changes = [abs(results[f"passkey_80/{name}"]["digit_logprob_change"]) for name in ("bf16", "e4m3_block_head")]
+    assert changes[0] < changes[1]
+
+
+def test_digits_are_scored_where_they_are_predicted(config, model):
+    """Against the model without a cache over the whole prompt."""
+    evaluation = quality_evaluate.load(config)
+    found = evaluation.passkey("f32")
+    for prompt, digit_logprob in zip(evaluation.passkey_prompts[80], found["digit_logprob"], strict=True):
+        logits = np.asarray(forward(*model, jnp.asarray(prompt.tokens[None]))[0], np.float64)
+        log_probs = scipy.special.log_softmax(logits, axis=-1)
+        at = [t for t in range(80) if prompt.answers[t] == 0]
+        assert digit_logprob == pytest.approx(np.mean([log_probs[t - 1, prompt.tokens[t]] for t in at]), abs=1e-5)
+
+
 def test_capacity_is_exact(finished):
     results, _ = finished
     # 2 layers, keys and values, one head of 8: 64 bytes a token in bf16; in e4m3 half, and 4 scales of 4 bytes a block.
@@ -145,7 +192,7 @@ def test_capacity_is_exact(finished):
 def test_fp8_holds_twice_the_blocks_less_the_share_of_its_scales():
     small = dataclasses.replace(TINY, head_dim=64)
     ratios = {
-        name: capacity_of(scheme(name), small, 16, 2**20).ratio
+        name: capacity_of(scheme(name), small, 16, 2**20, rows=1).ratio
         for name in ("bf16", "e4m3_none", "int8_layer", "e4m3_block_head", "e4m3_token_head", "int4_token_head")
     }
     assert ratios == {
@@ -185,6 +232,8 @@ def test_a_sound_run_has_no_failed_checks():
     ("name", "metric", "value", "says"),
     [
         ("bf16", "n_nan", 3, "bf16: 3 positions are NaN"),
+        ("bf16", "over_dense_code", -0.04, "bf16: expected a perplexity within 3% of that without a cache, got over_"),
+        ("bf16", "over_dense_code", None, "bf16: expected a perplexity within 3%"),
         ("bf16", "mean_kl", 1.0, "int8_token_head: mean KL is 0.0001, not above the 1 of bf16"),
         ("e4m3_layer", "mean_kl", 1e-4, "e4m3_layer: mean KL is 0.0001, not above the 0.001 of e4m3_token_head"),
         ("e5m2_none", "mean_kl", None, "e5m2_none: mean KL is nan, not above"),
@@ -208,10 +257,11 @@ def test_tables_and_figures_are_drawn_from_the_run(finished):
     plain = json.loads(json.dumps(results))
     tables = experiment.tables(plain)
     assert tables[0].title.startswith("What storing keys and values")
-    assert tables[1].headings[1:] == ["perplexity, prose", "mean KL, prose", "perplexity, code", "mean KL, code"]
+    assert tables[1].headings[1:4] == ["perplexity, prose", "over float32, prose", "mean KL, prose"]
+    assert [len(table.rows) for table in tables] == [3, 3, 2, 2, 2, 1, 2]
     with plots.style():
         drawn = experiment.figures(path)
-    assert len(drawn) == 5
+    assert len(drawn) == 6
     metrics = {metric for found in results.values() for metric in found}
     own = {m for m in metrics if not m.endswith(("_prose", "_code", "_expected"))}
     assert own <= experiment.GLOSSARY.keys()
@@ -231,12 +281,15 @@ def test_the_identity_covers_model_and_texts(config):
         ({"schemes": ("bf17",)}, "scheme: expected"),
         ({"schemes": ("bf16", "bf16")}, "schemes: expected no value twice"),
         ({"texts": {"prose": TextConfig()}}, "texts: expected at least two kinds"),
-        ({"chunk_tokens": 24}, "chunk_tokens: expected a divisor of context = 32"),
+        ({"greedy_tokens": 0}, "greedy_tokens must be at least 1"),
+        ({"passkey_depths": (0.9, 0.1)}, "passkey_depths: expected 1 to 10 ascending numbers from 0 to 1"),
+        ({"passkey_schemes": ("f32",)}, "passkey_schemes: expected some of schemes, got f32"),
+        ({"passkey_contexts": (60,)}, "passkey_contexts: expected contexts that hold 1 pass keys twice"),
         ({"block_sizes": (5,)}, "expected divisors of context = 32, got 5"),
         ({"block_sizes": (8,)}, "block_sizes: expected sizes other than block_size"),
         ({"outlier_windows": 3}, "outlier_windows: expected at most windows = 2"),
         ({"outlier_factors": (3,)}, "factor: expected a power of two"),
-        ({"context": 128}, "context: expected at most 64"),
+        ({"context": 128}, "context, greedy_prompt_tokens .*: expected at most 96, .* got 128"),
         ({"kv_memory": "64 B"}, "budget_bytes must hold a block"),
     ],
 )
@@ -253,25 +306,29 @@ def test_configs_say_what_they_ask_and_name_every_scheme(name):
     named = "bf16 e4m3_none e4m3_layer e4m3_head e4m3_block_head e4m3_token_head e5m2_none int8_layer int8_head "
     assert set(f"{named}int8_token_head int4_token_head".split()) <= set(asked.schemes)
     names = {case.name for case in experiment.cases(asked)}
-    assert asked.expected.keys() <= names
+    assert {name for name in asked.expected if not name.startswith("passkey_")} <= names
     assert Case("int8_layer", 64).name in names
 
 
 def test_reading_through_blocks_gives_what_the_model_gives_without_a_cache(model, tokens):
     decode, params = model
-    found = read(Subject(decode, params, block_size=8, chunk_tokens=16), tokens[0], scheme("f32"))
-    np.testing.assert_allclose(found.logits, forward(decode, params, jnp.asarray(tokens[:1]))[0], atol=1e-5, rtol=1e-5)
+    expected = forward(decode, params, jnp.asarray(tokens[:1]))[0]
+    subject = Subject(decode, params, max_len=48, block_size=8, chunk_tokens=20)  # the last chunk is of 8 tokens
+    found = read(subject, tokens[0], scheme("f32"))
+    np.testing.assert_allclose(found.logits, expected, atol=1e-5, rtol=1e-5)
     assert found.clipped == 0
+    for last in (1, 8, 9, 30):
+        some = read(subject, tokens[0], scheme("f32"), last=last).logits
+        np.testing.assert_array_equal(some, found.logits[-last:])
 
 
 def test_a_layers_error_does_not_depend_on_what_the_layers_before_it_store(model, tokens):
     decode, params = model
-    subject, fmt = Subject(decode, params, block_size=8, chunk_tokens=16), scheme("e5m2_none")
-    both = attention_errors(subject, tokens[0], fmt, scheme("f32"))
-    last = attention_errors(
-        subject, tokens[0], dataclasses.replace(fmt, precise="f32", precise_layers=(0,)), scheme("f32")
-    )
-    assert last[0] == 0
+    subject, fmt = Subject(decode, params, max_len=48, block_size=8), scheme("e5m2_none")
+    attended = attend_without_cache(subject, tokens[0])
+    both = attention_errors(subject, attended, fmt)
+    last = attention_errors(subject, attended, dataclasses.replace(fmt, precise="f32", precise_layers=(0,)))
+    assert last[0] < 1e-5
     assert last[1] == both[1] > 0.005
 
 
@@ -300,14 +357,14 @@ def test_the_error_of_the_first_layer_is_that_of_attention_over_rounded_keys_and
 
     exact, coarse = attend(turn(k), v), attend(rounded(turn(k)), rounded(v))
     expected = np.linalg.norm(coarse - exact) / np.linalg.norm(exact)
-    subject = Subject(decode, params, block_size=8, chunk_tokens=16)
-    found = attention_errors(subject, tokens[0], scheme("e5m2_none"), scheme("f32"))
+    subject = Subject(decode, params, max_len=48, block_size=8)
+    found = attention_errors(subject, attend_without_cache(subject, tokens[0]), scheme("e5m2_none"))
     assert found[0] == pytest.approx(expected, rel=1e-3)
 
 
-def test_chunks_that_do_not_divide_a_text_are_refused(model, tokens):
-    with pytest.raises(ValueError, match="chunk_tokens: expected a divisor of the 48 tokens"):
-        read(Subject(*model, chunk_tokens=32), tokens[0], KVFormat())
+def test_what_is_longer_than_the_memory_is_refused(model, tokens):
+    with pytest.raises(ValueError, match="tokens: expected 2 to max_len = 32, as logits of 2 are wanted, got 48"):
+        read(Subject(*model, max_len=32), tokens[0], KVFormat(), last=2)
 
 
 def test_static_scales_come_from_other_text(config, model):

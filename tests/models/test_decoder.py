@@ -48,7 +48,7 @@ class RowsAttend:
 
 def empty_cache(config: DecoderConfig, slots: int) -> KVCache:
     poison = KVPool(jnp.full((slots, config.kv_heads, config.head_dim), jnp.nan, jnp.float32))
-    return KVCache((LayerCache(poison, poison, jnp.int32(0)),) * config.layers)
+    return KVCache((LayerCache(poison, poison, jnp.zeros(1, jnp.int32)),) * config.layers)
 
 
 @jax.jit(static_argnames=("decode", "max_len"))

@@ -10,14 +10,16 @@ import pytest
 
 from models.decoder import Decode, forward
 from models.layers import run_layer
-from paxkv.attend import MemoryAttend
+from paxkv.attend import MemoryAttend, slots_by_group
 from paxkv.engine import Engine, all_ended, init_engine, output_tokens, run_steps
+from paxkv.forward import Reader, begin, extend
 from paxkv.kv_format import scheme
 from paxkv.memory import Ask
 from paxkv.outcomes import Outcome
 from paxkv.paged import Paged
 from paxkv.ragged import ragged
 from paxkv.requests import make_requests
+from paxkv.windows import group_layers, num_places
 from tests.models.decoder_oracle import oracle_logits
 from tests.models.families import FAMILIES, LLAMA3_SCALING, TINY, by_name, random_params, random_tokens
 from tests.paxkv.oracles.caches import filled_cache
@@ -106,7 +108,7 @@ def plan(texts, counts, state):
     state, outcome = MEMORY.append(state, counts, LENGTHS[0])
     batch = ragged(starts, counts, sum(LENGTHS))
     tokens = texts.at[batch.row, batch.position].get(mode="fill", fill_value=0)
-    slots = MEMORY.slots(state, batch.row, batch.position)
+    slots = slots_by_group(MEMORY, state, batch)
     return (
         batch,
         tokens,
@@ -123,7 +125,8 @@ def step(decode, params, tokens, positions, cache, attend):
 
 def empty_cache(config, memory):
     """Nothing may be read before it was written."""
-    return filled_cache(config.layers, (memory.num_slots, config.kv_heads, config.head_dim), jnp.nan)
+    entries = num_places(memory.layer_groups, config.layers)
+    return filled_cache(entries, (memory.num_slots, config.kv_heads, config.head_dim), jnp.nan)
 
 
 def paged_logits(config, chunks):
@@ -195,17 +198,45 @@ def test_each_kind_of_layer_is_compiled_once_however_many_there_are(layers, kind
     assert run_layer._cache_size() == kinds
 
 
+def test_layers_of_a_kind_are_compiled_once_though_their_groups_differ():
+    """A text many windows long, in a memory that has room for it only as windows give back what has left them."""
+    config, length, chunk = FAMILIES["gemma3"], 24, 6
+    groups = group_layers(config.windows, 2)
+    assert [group.window for group in groups] == [None, 4, 4, 4]
+    memory = Paged(rows=1, max_len=length, block_size=2, num_blocks=12 + 3 * 6, groups=groups, max_chunk=chunk)
+    reader = Reader(memory, Decode(config), scheme("f32"))
+    state, _, outcome = begin(reader, memory.init(), length, length)
+    assert outcome == Outcome.OK
+    cache, text = empty_cache(config, memory), jnp.asarray(random_tokens(length), jnp.int32)
+    every, counts = jnp.arange(chunk, dtype=jnp.int32), jnp.full(1, chunk, jnp.int32)
+    run_layer.clear_cache()
+    found = []
+    for first in range(0, length, chunk):
+        state, cache, logits, outcome = extend(
+            reader, random_params(config), state, cache, text[first : first + chunk], counts, every, max_q_len=chunk
+        )
+        assert outcome == Outcome.OK
+        found.append(logits)
+    assert run_layer._cache_size() == 2
+    assert error(np.concatenate(found), expected_logits(config, length)) < TOLERANCE
+
+
 # ---- in the engine -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("grouped", [False, True])
 @pytest.mark.parametrize("family", ["mistral", "gemma2", "gemma3"])
-def test_the_engine_serves_the_greedy_tokens_of_a_float64_decoder(family):
-    """Windows, soft caps and scales reach the kernels; prompts come in chunks, beside others' decode steps."""
+def test_the_engine_serves_the_greedy_tokens_of_a_float64_decoder(family, grouped):
+    """Windows, soft caps and scales reach the kernels; prompts come in chunks, beside others' decode steps.
+
+    With groups of layers, what leaves a window is given back and poisoned.
+    """
     # Untied: a random model whose output is its embedding repeats itself.
     config, outputs = dataclasses.replace(FAMILIES[family], tied_embeddings=False), 6
-    memory = Paged(rows=2, max_len=32, block_size=3, num_blocks=21)
-    engine = Engine(memory, Decode(config), token_budget=7)
+    groups = {"groups": group_layers(config.windows, 3), "max_chunk": 7} if grouped else {}
+    memory = Paged(rows=2, max_len=32, block_size=3, num_blocks=21, **groups)
+    engine = Engine(memory, Decode(config), token_budget=7, on_free="poison")
     prompts = np.stack([random_tokens(13, seed=i) for i in range(3)]).astype(np.int32)
     requests = make_requests(prompts, np.array([13, 9, 11]), np.full(3, outputs), np.zeros(3), seed=0)
     state = init_engine(engine, requests, empty_cache(config, memory))

@@ -22,6 +22,7 @@ from paxkv.requests import make_requests
 from paxkv.sharded_engine import ShardedEngine, deal
 from paxkv.sharding import MeshShape, Rules, head_parts, make_mesh
 from paxkv.split_paged import SplitPaged, split_blocks
+from paxkv.windows import Group
 from tests.models.families import TINY, random_params
 from tests.paxkv.oracles.jitted import quickly
 
@@ -102,12 +103,13 @@ SHARING = {"cache": PrefixCache(), "forks": True}
 WINDOWED = dataclasses.replace(CONFIG, window=9)
 ODD = dataclasses.replace(CONFIG, q_heads=6, kv_heads=3, vocab=30, ffn=36)
 TIGHT = {"num_blocks": 24}  # less than all that run at once come to need
+FREED = {"num_blocks": 8, "groups": (Group(4, window=9, layers=(0, 1)),), "max_chunk": 16}  # behind the window
 CASES = {
     "heads": (MeshShape(1, 8, 1), CONFIG, TIGHT, "f32", 1, {"replicate_kv_heads": True}),
     "sharing": (MeshShape(1, 8, 1), CONFIG, SHARING, "f32", 2, {"replicate_kv_heads": True}),
     "preemption": (MeshShape(1, 1, 8), CONFIG, TIGHT, "f32", 1, {}),
     "sharing_fp8": (MeshShape(2, 2, 2), CONFIG, SHARING, "e4m3_token_head", 2, {}),
-    "window": (MeshShape(1, 2, 4), WINDOWED, TIGHT, "f32", 1, {"dealing": "by_shard"}),
+    "window": (MeshShape(1, 2, 4), WINDOWED, FREED, "f32", 1, {"dealing": "by_shard"}),
     "replicas": (MeshShape(8, 1, 1), CONFIG, {}, "e4m3_layer", 1, {}),
     "odd_heads": (MeshShape(1, 3, 2), ODD, TIGHT, "int8_block_head", 1, {}),
     "window_by_blocks": (MeshShape(1, 1, 8), WINDOWED, TIGHT | SHARING, "f32", 2, {}),

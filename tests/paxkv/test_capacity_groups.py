@@ -5,8 +5,15 @@ from fractions import Fraction
 
 import pytest
 
-from paxkv.capacity import pool_concurrency, request_blocks
-from paxkv.windows import Group
+from paxkv.capacity import (
+    KVShape,
+    entry_shape,
+    grouped_concurrency,
+    paged_concurrency,
+    pool_concurrency,
+    request_blocks,
+)
+from paxkv.windows import Group, group_layers
 
 
 @pytest.mark.parametrize(
@@ -51,3 +58,36 @@ def test_without_a_bound_on_a_step_a_window_may_hold_everything():
 def test_nothing_is_no_size(num_blocks, tokens):
     with pytest.raises(ValueError, match="at least 1"):
         pool_concurrency(num_blocks, [Group(16)], tokens)
+
+
+GEMMA = KVShape(layers=26, kv_heads=1, head_dim=256)  # 1 KiB a token and layer
+GEMMA_WINDOWS = [None if layer % 6 == 5 else 512 for layer in range(26)]
+
+
+def test_a_windowed_model_in_bytes():
+    """Four layers see all of 32,768 tokens; 22 others, in six groups of four entries, 512 + 255 of them at most."""
+    groups = group_layers(GEMMA_WINDOWS, 16)
+    assert entry_shape(GEMMA, groups).block_bytes(16) == 16 * 4 * 1024
+    blocks = 2048 + 6 * 49
+    assert request_blocks(groups, 32_768, 256) == blocks
+    found = grouped_concurrency(GEMMA, 2**34, groups, 32_768, 256)
+    assert found == Fraction(2**34, blocks * 2**16)
+    assert found / paged_concurrency(GEMMA, 2**34, 32_768, 16) == Fraction(26 * 2048, 4 * blocks)  # 5.7 times as many
+
+
+def test_within_the_window_nothing_is_won_and_empty_entries_cost():
+    groups = group_layers(GEMMA_WINDOWS, 16)
+    found = grouped_concurrency(GEMMA, 2**30, groups, 256, 256)
+    assert found / paged_concurrency(GEMMA, 2**30, 256, 16) == Fraction(26, 28)
+
+
+def test_one_group_or_none_takes_what_the_whole_model_does():
+    assert entry_shape(GEMMA, ()) == entry_shape(GEMMA, [Group(16)]) == GEMMA
+    assert entry_shape(GEMMA, group_layers([512] * 26, 16)) == GEMMA
+
+
+def test_layers_that_share_blocks_are_stored_alike():
+    precise = KVShape(layers=4, kv_heads=1, head_dim=8, element_bytes=1, precise_layers=1)
+    assert entry_shape(precise, group_layers([8] * 4, 4)) == precise
+    with pytest.raises(ValueError, match="precise_layers: expected 0, as layers share blocks under 2 groups, got 1"):
+        entry_shape(precise, group_layers([8, None] * 2, 4))

@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 
 from paxkv.config import MemoryConfig, make_memory
@@ -5,6 +7,7 @@ from paxkv.contiguous import VAttention
 from paxkv.model_shapes import KVShape
 from paxkv.paged import Paged
 from paxkv.reserved import Reserved
+from paxkv.windows import Group
 
 SHAPE = KVShape(layers=2, kv_heads=1, head_dim=16, element_bytes=4)  # 64 B a token and tensor, 256 B in all
 BUDGET = 100 * 256 + 255  # a hundred tokens, and not quite another one
@@ -17,6 +20,20 @@ def make(budget=BUDGET, rows=6, max_len=40, **knobs):
 def test_paged_memory_has_the_whole_blocks_that_the_budget_pays_for():
     assert make(kind="paged", block_size=16) == Paged(6, 40, block_size=16, num_blocks=6)
     assert make(kind="paged", block_size=3) == Paged(6, 40, block_size=3, num_blocks=33)
+
+
+def test_paged_memory_of_a_model_with_windows_has_groups_whose_blocks_hold_fewer_layers():
+    config = MemoryConfig(block_size=16, swap_space="8192 B")
+    made = {
+        free: make_memory(
+            dataclasses.replace(config, free_windows=free), SHAPE, BUDGET, 6, 40, windows=(8, None), max_chunk=5
+        )
+        for free in (True, False)
+    }
+    groups = (Group(16, layers=(1,)), Group(16, 8, layers=(0,)))
+    assert made[True] == Paged(6, 40, block_size=16, num_blocks=12, groups=groups, max_chunk=5, host_blocks=4)
+    assert made[False] == Paged(6, 40, block_size=16, num_blocks=6, host_blocks=2)
+    assert make_memory(config, SHAPE, BUDGET, 6, 40, windows=(None, None), max_chunk=5) == made[False]
 
 
 def test_a_number_of_blocks_takes_the_place_of_the_budget():
@@ -58,6 +75,7 @@ def test_a_watermark_is_exact_and_rounded_down():
         ("paged", "min_block", 4),
         ("paged", "deferred_reclaim", False),
         ("vattention", "block_size", 8),
+        ("vattention", "free_windows", False),
         ("vattention", "num_blocks", 8),
         ("vattention", "min_block", 2),
         ("reserved_max", "watermark", "0.1"),

@@ -91,7 +91,7 @@ def run(fmt, change=lambda layer: layer):
     slots = MEMORY.slots(state, jnp.zeros(TOKENS, jnp.int32), jnp.arange(TOKENS, dtype=jnp.int32))
     q, k, v = inputs()
     layer = store_at(fmt, new_cache(fmt).layers[0], k[:last], v[:last], slots[:last])
-    attend = MemoryAttend(state, slots[last:], jnp.array([0, 1, 1], jnp.int32), MEMORY, fmt, 1)
+    attend = MemoryAttend(state, (slots[last:],), jnp.array([0, 1, 1], jnp.int32), MEMORY, fmt, 1)
     return np.asarray(attend_in(attend, q[last:], k[last:], v[last:], change(layer), AttentionSpec())[0])
 
 
@@ -357,7 +357,7 @@ def read_through_memory(fmt, memory, chunk=2):
         state, _ = appending(memory)(state, jnp.array([0, chunk], jnp.int32), max_new_tokens=TOKENS)
         positions = jnp.arange(done, done + chunk, dtype=jnp.int32)
         slots = memory.slots(state, jnp.ones(chunk, jnp.int32), positions)
-        attend = MemoryAttend(state, slots, jnp.array([0, 0, chunk], jnp.int32), memory, fmt, chunk)
+        attend = MemoryAttend(state, (slots,), jnp.array([0, 0, chunk], jnp.int32), memory, fmt, chunk)
         part = (x[done : done + chunk] for x in inputs())
         out, layer = attend_in(attend, *part, layer, AttentionSpec())
         outs.append(np.asarray(out))
@@ -372,7 +372,7 @@ def last_again(fmt, layer, memory):
     for count in (TOKENS - 1, 1):
         state, _ = appending(memory)(state, jnp.array([0, count], jnp.int32), max_new_tokens=TOKENS)
     nowhere = jnp.full(1, memory.num_slots, jnp.int32)
-    attend = MemoryAttend(state, nowhere, jnp.array([0, 0, 1], jnp.int32), memory, fmt, 1)
+    attend = MemoryAttend(state, (nowhere,), jnp.array([0, 0, 1], jnp.int32), memory, fmt, 1)
     return np.asarray(attend_in(attend, *(x[-1:] for x in inputs()), layer, AttentionSpec())[0])
 
 

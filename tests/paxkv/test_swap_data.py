@@ -39,12 +39,12 @@ def nothing_written(slots: int) -> KVCache:
 
 def one_layer(draw) -> KVCache:
     k, v = (KVPool(draw(SHAPES[0]), scales=draw(SHAPES[1])) for _ in range(2))
-    return KVCache((LayerCache(k, v, np.int32(0)),))
+    return KVCache((LayerCache(k, v, np.zeros(1, np.int32)),))
 
 
 def arrays(cache: KVCache) -> list:
     """All that lies in blocks."""
-    return [array for array in jax.tree.leaves(cache) if array.ndim]
+    return [array for array in jax.tree.leaves(cache) if array.ndim > 1]
 
 
 class DataServer(Server):

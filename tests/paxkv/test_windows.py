@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxkv.windows import Group
+from paxkv.windows import Group, group_layers, num_places, place_of
 
 FULL = Group(4)
 
@@ -175,6 +175,49 @@ def test_who_sees_all_goes_on_where_everything_before_is_linked():
     assert goes_on_after(FULL, "TTT") == [0, 1, 2, 3]
 
 
+# ---- groups of a model's layers -------------------------------------------------------------------------------------
+
+
+def shapes(groups):
+    return [(group.window, len(group.layers)) for group in groups]
+
+
+@pytest.mark.parametrize(
+    ("windows", "expected"),
+    [
+        ([], []),
+        ([None] * 4, []),
+        ([4096] * 32, [(4096, 32)]),
+        ([4096, None] * 13, [(None, 13), (4096, 13)]),
+        ([8, 8, None, 8, 8, None, 8], [(None, 2), (8, 2), (8, 2), (8, 1)]),
+        ([8] * 5 + [None] * 4, [(None, 4), (8, 5)]),  # five in a group of four would leave three entries empty
+        ([8] * 6 + [None] * 4, [(None, 4), (8, 4), (8, 2)]),
+        ([2, 8, None, 8, 8, 2], [(None, 1), (8, 1), (8, 1), (8, 1), (2, 1), (2, 1)]),
+    ],
+)
+def test_layers_of_one_kind_are_cut_into_groups_as_large_as_the_rarest_kind(windows, expected):
+    groups = group_layers(windows, 16)
+    assert shapes(groups) == expected
+    assert {group.block_size for group in groups} <= {16}
+
+
+@pytest.mark.parametrize("windows", [[8] * 3, [8, None] * 4, [8, 8, None, 8, 8, None, 8], [2, 8, None, 8, 8, 2]])
+def test_every_layer_has_an_entry_of_its_own_in_its_group_and_sees_what_the_group_sees(windows):
+    groups = group_layers(windows, 4)
+    found = [place_of(groups, layer) for layer in range(len(windows))]
+    assert len(set(found)) == len(windows)
+    assert [groups[g].window for g, _ in found] == windows
+    entries = num_places(groups, len(windows))
+    assert {place for _, place in found} == set(range(entries))
+    with pytest.raises(ValueError, match=f"layer: expected one of those in the memory's groups, got {len(windows)}"):
+        place_of(groups, len(windows))
+
+
+def test_a_group_alone_has_all_layers_unless_it_names_them():
+    assert [place_of((FULL,), layer) for layer in (0, 7)] == [(0, 0), (0, 7)]
+    assert num_places((FULL,), 8) == 8
+
+
 # ---- refusals ------------------------------------------------------------------------------------------------------
 
 
@@ -185,6 +228,8 @@ def test_who_sees_all_goes_on_where_everything_before_is_linked():
         ({"block_size": 4, "window": 0}, "window must be at least 1"),
         ({"block_size": 4, "chunk": -1}, "chunk must be at least 1"),
         ({"block_size": 4, "window": 8, "chunk": 8}, "window, chunk: expected at most one, got 8 and 8"),
+        ({"block_size": 4, "layers": (0, -1)}, "layers must be at least 0"),
+        ({"block_size": 4, "layers": (2, 0, 2)}, r"layers: expected none twice, got \(2, 0, 2\)"),
     ],
 )
 def test_impossible_groups_are_refused_by_name(sizes, message):

@@ -8,7 +8,7 @@ from paxkv.kv_cache import KVCache, KVPool, LayerCache
 def cache_of(keys, values) -> KVCache:
     """Keys and values of each layer as they are."""
     pairs = zip(keys, values, strict=True)
-    return KVCache(tuple(LayerCache(KVPool(k), KVPool(v), jnp.int32(0)) for k, v in pairs))
+    return KVCache(tuple(LayerCache(KVPool(k), KVPool(v), jnp.zeros(1, jnp.int32)) for k, v in pairs))
 
 
 def filled_cache(layers: int, shape, value: float) -> KVCache:
