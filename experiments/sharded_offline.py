@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from experiments import jax_setup, sharded_job
 from experiments.compile import broken_limits
 from experiments.progress import Progress
-from experiments.results import Results, Table, show
+from experiments.results import Results, Table, Value, show
 from experiments.run_directory import RunDirectory
 from experiments.sharded_model import StepWork
 from experiments.sharded_setup import parse_mesh
@@ -217,17 +217,22 @@ def _number(value: Any) -> int:
     return int(value)
 
 
-_COLUMNS = {
-    "fits": "fits",
-    "blocks": "blocks of a replica",
-    "blocks_by_compiler": "by the compiler",
-    "kv_bytes_per_device": "KV bytes of a device",
-    "weight_bytes_per_device": "weight bytes",
-    "temp_bytes": "bytes besides",
-    "collective_bytes_per_step": "bytes exchanged in a step",
-    "merge_bytes_per_step": "to merge attention",
-    "step_ms": "step, ms (modelled)",
-    "tokens_per_s": "tokens per s (modelled)",
+def _in(value: Value, unit: float | None) -> Value:
+    return value / unit if unit is not None and isinstance(value, int | float) else value
+
+
+# Headings, and what a figure is divided by to be short; `summary.json` has every byte.
+_COLUMNS: Mapping[str, tuple[str, float | None]] = {
+    "fits": ("fits", None),
+    "blocks": ("blocks", None),
+    "blocks_by_compiler": ("by compiler", None),
+    "kv_bytes_per_device": ("KV GB", 1e9),
+    "weight_bytes_per_device": ("weights GB", 1e9),
+    "temp_bytes": ("besides MB", 1e6),
+    "collective_bytes_per_step": ("exchanged MB", 1e6),
+    "merge_bytes_per_step": ("to merge MB", 1e6),
+    "step_ms": ("modelled ms", None),
+    "tokens_per_s": ("modelled tokens/s", None),
 }
 
 
@@ -236,9 +241,10 @@ def tables(found: Results) -> list[Table]:
     shown = []
     for target in dict.fromkeys(row["target"] for row in found.values()):
         rows = {f"{row['model']}/{row['mesh']}": row for row in found.values() if row["target"] == target}
-        columns = [show([row.get(metric) for row in rows.values()]) for metric in _COLUMNS]
+        columns = [show([_in(row.get(name), unit) for row in rows.values()]) for name, (_, unit) in _COLUMNS.items()]
         body = [[name, *cells] for name, cells in zip(rows, zip(*columns, strict=True), strict=True)]
-        shown.append(Table(["", *_COLUMNS.values()], body, f"Compiled for {target}"))
+        headings = ["", *(heading for heading, _ in _COLUMNS.values())]
+        shown.append(Table(headings, body, f"Compiled for {target}: blocks of a replica, bytes of a device and a step"))
     missing = [[name, str(row["missing"])] for name, row in found.items() if row.get("missing")]
     if missing:
         shown.append(Table(["does not fit", "what is missing"], missing))
