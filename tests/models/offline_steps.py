@@ -9,7 +9,7 @@ ROWS = 16
 
 
 def compile_small(target, mesh, dump_dir):
-    """A step over a pool of some 400 MB a device, far more than the step needs besides."""
+    """A step over a pool of 300 MB or more on each device, far more than the step needs besides."""
     return sharded_job.compile_step(
         config=SMALL,
         target=target,

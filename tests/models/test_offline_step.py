@@ -53,7 +53,7 @@ def test_only_sums_and_the_merge_are_exchanged_and_no_pool_is_copied(target, mes
     # By hand: keys and values of two bytes.
     slots = report["blocks"] // shape.kv * 16
     held = 2 * 2 * slots * SMALL.layers * SMALL.kv_heads // shape.model * SMALL.head_dim
-    assert held > 350_000_000
+    assert held > 2**28
     counted = ("kv_bytes_per_device", "predicted_kv_bytes_per_device", "compiled_kv_bytes_per_device")
     assert [report[name] for name in counted] == [held] * 3
     assert report["alias_bytes"] >= held
