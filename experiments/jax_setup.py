@@ -9,6 +9,13 @@ def configure() -> None:
     jax.config.update("jax_numpy_rank_promotion", "raise")
 
 
+def stay_on_cpu() -> None:
+    """Starts no other device, nor a plugin for one, in this process."""
+    import jax
+
+    jax.config.update("jax_platforms", "cpu")
+
+
 def use_cpu_devices(count: int) -> None:
     """Makes the CPU look like so many devices, where JAX has not begun to use it.
 

@@ -58,7 +58,7 @@ class Serving:
     replicate_kv_heads: bool = True
     policy: Policy = FIRST_COME
     cost: StepCost = dataclasses.field(default_factory=StepCost)
-    kernels: str | None = None
+    kernels: str | tuple[str, ...] | None = None
 
 
 def parse_mesh(name: str) -> MeshShape:
@@ -71,6 +71,11 @@ def parse_mesh(name: str) -> MeshShape:
     if match is None:
         raise ValueError(f"meshes: expected names such as d1m8k1, of data, model and kv, got {name!r}")
     return MeshShape(*(int(part) for part in match.groups()))
+
+
+def part_of(name: str) -> str:
+    """The part of a run in which a mesh, or a pair of them, was served."""
+    return name.replace("+", "-")
 
 
 def make_server(

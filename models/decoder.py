@@ -57,20 +57,28 @@ class Decoder(nnx.Module):
           cache: Keys and values so far; whatever `attend` understands.
           attend: Stores the new keys and values and attends over all; owns causality.
         """
-        config, embedding = self.config, self.embedding[...]
-        x = look_up(embedding, tokens, self.split.vocab).astype(config.dtype)
-        if config.embedding_scale:
-            # Rounded to the activations' dtype, as the models were trained.
-            x *= jnp.asarray(config.width**0.5, x.dtype)
+        x = self.embed(tokens)
         for i, layer in enumerate(self.layers):
             x, cache = attend_layer(attend, i, cache, functools.partial(run_layer, layer, x, positions))
+        return self.logits(x, select), cache
+
+    def embed(self, tokens: Int32[Array, " tokens"]) -> Float[Array, "tokens width"]:
+        """What the first layer is given."""
+        x = look_up(self.embedding[...], tokens, self.split.vocab).astype(self.config.dtype)
+        if self.config.embedding_scale:
+            # Rounded to the activations' dtype, as the models were trained.
+            x *= jnp.asarray(self.config.width**0.5, x.dtype)
+        return x
+
+    def logits(self, x: Float[Array, "tokens width"], select: Int32[Array, " rows"]) -> Float32[Array, "rows vocab"]:
+        """What follows the selected of the tokens that the last layer gives."""
         # Most of a prefill chunk needs no logits: pick first, project after.
         x = self.norm(x.at[select].get(mode="fill", fill_value=0, wrap_negative_indices=False))
-        output = embedding if config.tied_embeddings else self.output[...]
+        output = self.embedding[...] if self.config.tied_embeddings else self.output[...]
         logits = project("rd,vd->rv", x, output, jnp.dtype("float32"))
-        if config.final_soft_cap is not None:
-            logits = config.final_soft_cap * jnp.tanh(logits / config.final_soft_cap)
-        return gather_logits(logits, self.split.vocab), cache
+        if self.config.final_soft_cap is not None:
+            logits = self.config.final_soft_cap * jnp.tanh(logits / self.config.final_soft_cap)
+        return gather_logits(logits, self.split.vocab)
 
 
 @dataclasses.dataclass(frozen=True)

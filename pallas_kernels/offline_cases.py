@@ -121,7 +121,7 @@ def environment(target: str, kernel: str) -> dict[str, str]:
     """Variables of a process that compiles cases of a kernel for a target."""
     if TOPOLOGIES[target].target.platform == "gpu":
         return offline_gpu.environment(target)
-    return offline_tpu.environment(target, listings=offline_tpu.lists(kernel))
+    return offline_tpu.environment(target, listings=offline_tpu.LISTINGS if offline_tpu.lists(kernel) else ())
 
 
 def compiler(platform: str) -> ModuleType:

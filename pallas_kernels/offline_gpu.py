@@ -15,9 +15,8 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from pallas_kernels import compat
 from pallas_kernels.offline import HOW_TO_INSTALL, MissingPackageError, require_packages
-from pallas_kernels.offline_program import program_metrics
+from pallas_kernels.offline_program import compile_absent, program_metrics
 from pallas_kernels.targets import TOPOLOGIES, Target, Topology
 
 WARP_THREADS = 32
@@ -74,8 +73,7 @@ def compile_for(
         jax.ShapeDtypeStruct(argument.shape, argument.dtype, sharding=getattr(argument, "sharding", None) or single)
         for argument in arguments
     ]
-    with compat.absent_device(topology.target.device_kind, topology.target.num_cores, "gpu"):
-        return jax.jit(function).trace(*placed).lower(lowering_platforms=("cuda",)).compile()
+    return compile_absent(function, placed, topology.target)
 
 
 def measure(

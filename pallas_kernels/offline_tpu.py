@@ -21,11 +21,10 @@ from pallas_kernels import tuning
 from pallas_kernels._mosaic_tpu import LANES, SIZES, make_plan
 from pallas_kernels._mosaic_tpu_batch import prefill_tile
 from pallas_kernels.block_copy.shapes import CopyCase
-from pallas_kernels.compat import absent_device
 from pallas_kernels.contiguous_attention.mosaic_tpu import MOST_BLOCK
 from pallas_kernels.kv_write.shapes import WriteCase
 from pallas_kernels.offline import require_packages
-from pallas_kernels.offline_program import program_metrics
+from pallas_kernels.offline_program import compile_absent, program_metrics
 from pallas_kernels.paged_attention.shapes import AttentionCase
 from pallas_kernels.targets import TOPOLOGIES, Topology
 
@@ -39,8 +38,9 @@ _FETCH = re.compile(r"dma\.(?:hbm_to_vmem|general(?=[^;]*hbm-to-vmem))[^;]*?/\*s
 _ALLOCATION = re.compile(r"space=(vmem|smem), size = (0x[0-9a-f]+)")
 SCHEDULE, ALLOCATIONS = "packed-bundles-post-ra", "post-bundle-packing-post-ra"
 UTILIZATION = "final_hlo-static-per-bundle-utilization"
-OPERATIONS = "hlo-details"
-LISTINGS = (SCHEDULE, ALLOCATIONS, UTILIZATION, OPERATIONS)
+LISTINGS = (SCHEDULE, ALLOCATIONS, UTILIZATION)
+NO_LISTINGS = ("none",)
+"""But for the program as a whole, which the compiler writes in any case."""
 _ENVIRONMENT = {
     "TPU_SKIP_MDS_QUERY": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
@@ -56,12 +56,12 @@ def lists(kernel: str) -> bool:
     return not kernel.endswith("prefill")
 
 
-def environment(target: str, *, listings: bool = True) -> dict[str, str]:
+def environment(target: str, *, listings: Sequence[str] = LISTINGS) -> dict[str, str]:
     """Variables of the process that compiles for `target`; libtpu reads them when it is loaded.
 
     Args:
       target: all TPUs are alike.
-      listings: whether the compiler writes what `measure` reads of a kernel.
+      listings: that the compiler writes; all that `measure` reads of a kernel unless it is said otherwise.
     """
     del target
     if not listings:
@@ -69,7 +69,7 @@ def environment(target: str, *, listings: bool = True) -> dict[str, str]:
     return _ENVIRONMENT | {
         # Of some fifty listings of every computation, those that are read here.
         "LIBTPU_INIT_ARGS": "--xla_jf_dump_to={dump_dir} --xla_jf_dump_llo_text=true "
-        f"--xla_jf_dump_llo_pass_label_regex={'|'.join(LISTINGS)}",
+        f"--xla_jf_dump_llo_pass_label_regex={'|'.join(listings)}",
     }
 
 
@@ -116,9 +116,8 @@ def measure(
         else jax.ShapeDtypeStruct(argument.shape, argument.dtype, sharding=placed)
         for argument in arguments
     ]
-    with absent_device(topology.target.device_kind, topology.target.num_cores, "tpu"):
-        compiled = jax.jit(function).trace(*arguments).lower(lowering_platforms=("tpu",)).compile()
-    report = program_metrics(compiled, _operations(compiled, dump_dir))
+    compiled = compile_absent(function, arguments, topology.target)
+    report = program_metrics(compiled, operations(compiled, dump_dir))
     if kernel is not None:
         report |= read_kernel(dump_dir, kernel)
         schedule = read_schedule(_dump(dump_dir, kernel, SCHEDULE))
@@ -310,12 +309,19 @@ def _fetched_bytes(bundles: Sequence[str]) -> int:
     return GRANULE_BYTES * sum(int(granules) for bundle in bundles for granules in _FETCH.findall(bundle))
 
 
-def _operations(compiled: jax.stages.Compiled, dump_dir: pathlib.Path) -> str | None:
-    """The operations of the program. One that hands a gather to SparseCores cannot show itself; a listing would."""
+def operations(compiled: jax.stages.Compiled, dump_dir: pathlib.Path) -> str | None:
+    """The operations of the program as HLO writes them; None if nothing tells them.
+
+    A program that hands work to SparseCores cannot show itself, but the compiler writes it down beside its listings.
+
+    Args:
+      compiled: the program, the last one that was compiled.
+      dump_dir: of the `environment`.
+    """
     try:
         return compiled.as_text()
     except jax.errors.JaxRuntimeError:
-        last = max(dump_dir.glob(f"*-TLP-*-{OPERATIONS}.txt"), default=None)  # of the top level, after the last pass
+        last = max(dump_dir.glob("*-TLP-hlo.txt"), default=None)
         return None if last is None else last.read_text()
 
 

@@ -4,7 +4,10 @@ Sources. NVIDIA: H100 SXM and H200 data sheets (peaks without sparsity); memory 
 target description for it (`h100_sxm`), of the H200 from its data sheet; sizes per multiprocessor from the CUDA
 programming guide, compute capability 9.0. TPU: `pltpu.get_tpu_info_for_chip` of jax 0.12, per core; clocks are not
 published and derived as bf16 peak / (MXUs * rows * columns * 2, twice that where an MXU has 256 columns), which agrees
-with the rate of the compiler's own matrix products.
+with the rate of the compiler's own matrix products. Links: fourth-generation NVLink, 900 GB/s both ways together, of
+the H100 and H200 data sheets; the bidirectional interconnect bandwidth of a chip that Cloud TPU's pages on each
+generation state (v5e 400, v6e 800, v5p and tpu7x 1200 GB/s). Half of that is one way, and a core has half of a chip
+with two.
 """
 
 import dataclasses
@@ -22,6 +25,8 @@ class Target:
       memory_bytes: device memory.
       memory_bytes_per_s: bandwidth of device memory.
       peak_flops: multiply and add counted as two, per second, by dtype of the operands.
+      link_bytes_per_s: what the device can give to others at once, over all of its links; a small slice of TPUs does
+        not use all of them.
       clock_hz: clock of the compute units.
       num_cores: streaming multiprocessors of a GPU, 1 for a TPU core.
       vmem_bytes: vector memory of a TPU core.
@@ -37,6 +42,7 @@ class Target:
     memory_bytes: int
     memory_bytes_per_s: float
     peak_flops: Mapping[str, float] = dataclasses.field(hash=False)
+    link_bytes_per_s: float
     clock_hz: float
     num_cores: int = 1
     vmem_bytes: int = 0
@@ -77,6 +83,7 @@ def _hopper(name: str, device_kind: str, memory_bytes: int, memory_bytes_per_s: 
             "float8_e5m2": 1978.9e12,
             "int8": 1978.9e12,
         },
+        link_bytes_per_s=450e9,
         clock_hz=1.98e9,
         num_cores=132,
         registers=65_536,
@@ -92,6 +99,7 @@ def _tpu(
     memory_bytes: float,
     memory_bytes_per_s: float,
     peak_flops: Mapping[str, float],
+    link_bytes_per_s: float,
     clock_hz: float,
     vmem_mib: int,
 ) -> Target:
@@ -102,6 +110,7 @@ def _tpu(
         memory_bytes=int(memory_bytes),
         memory_bytes_per_s=memory_bytes_per_s,
         peak_flops=peak_flops,
+        link_bytes_per_s=link_bytes_per_s,
         clock_hz=clock_hz,
         vmem_bytes=vmem_mib * 2**20,
         smem_bytes=2**20,
@@ -119,6 +128,7 @@ TARGETS: Mapping[str, Target] = {
             memory_bytes=17.2e9,
             memory_bytes_per_s=820e9,
             peak_flops={"bfloat16": 197e12, "int8": 394e12},
+            link_bytes_per_s=200e9,
             clock_hz=197e12 / (4 * 128**2 * 2),
             vmem_mib=128,
         ),
@@ -128,6 +138,7 @@ TARGETS: Mapping[str, Target] = {
             memory_bytes=51.5e9,
             memory_bytes_per_s=1230e9,
             peak_flops={"bfloat16": 229.5e12, "int8": 459e12},
+            link_bytes_per_s=300e9,
             clock_hz=229.5e12 / (4 * 128**2 * 2),
             vmem_mib=64,
         ),
@@ -137,6 +148,7 @@ TARGETS: Mapping[str, Target] = {
             memory_bytes=34.4e9,
             memory_bytes_per_s=1640e9,
             peak_flops={"bfloat16": 918e12, "float8_e4m3fn": 918e12, "float8_e5m2": 918e12, "int8": 1836e12},
+            link_bytes_per_s=400e9,
             clock_hz=918e12 / (2 * 256**2 * 2 * 2),
             vmem_mib=128,
         ),
@@ -146,6 +158,7 @@ TARGETS: Mapping[str, Target] = {
             memory_bytes=103e9,
             memory_bytes_per_s=3700e9,
             peak_flops={"bfloat16": 1155e12, "float8_e4m3fn": 2300e12, "float8_e5m2": 2300e12},
+            link_bytes_per_s=300e9,
             clock_hz=1155e12 / (2 * 256**2 * 2 * 2),
             vmem_mib=64,
         ),

@@ -8,7 +8,7 @@ memories differ in nothing but the slot ids they give out.
 import dataclasses
 import typing
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -105,16 +105,20 @@ class LayerAttend(Protocol):
 class Attend(Protocol):
     """What a model is handed for one step: the only thing it knows of the cache."""
 
-    def of_layer(self, layer: int) -> tuple[LayerAttend, int]:
+    def of_layer(self, layer: Any) -> tuple[LayerAttend, int]:
         """How a layer attends, and which entry of `KVCache.layers` it stores in.
 
-        Layers whose attentions have the same structure are alike to a jitted function.
+        A layer is a number, or an i32[] where layers are a loop. Layers whose attentions have the same structure are
+        alike to a jitted function.
         """
         ...
 
 
 def attend_layer(
-    attend: Attend, layer: int, cache: KVCache, run: Callable[[LayerAttend, LayerCache | None], tuple]
+    attend: Attend,
+    layer: int | Int32[Array, ""],
+    cache: KVCache,
+    run: Callable[[LayerAttend, LayerCache | None], tuple],
 ) -> tuple[jax.Array, KVCache]:
     """Runs one layer on its own part of the cache.
 

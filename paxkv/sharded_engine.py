@@ -97,7 +97,23 @@ def init_cache(sharded: ShardedEngine, make: Callable[[], KVCache]) -> KVCache:
       sharded: whose.
       make: gives the empty cache of one replica, with all its heads and all its slots.
     """
-    mesh, rules = sharded.mesh, sharded.rules
+    stacked, shardings = _placed(sharded, make)
+    return jax.jit(stacked, out_shardings=shardings)()
+
+
+def abstract_cache(sharded: ShardedEngine, make: Callable[[], KVCache]) -> KVCache:
+    """What `init_cache` gives, as shapes and dtypes and where they lie."""
+    stacked, shardings = _placed(sharded, make)
+
+    def of(array: jax.ShapeDtypeStruct, sharding: NamedSharding) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=sharding)
+
+    return jax.tree.map(of, jax.eval_shape(stacked), shardings)
+
+
+def _placed(sharded: ShardedEngine, make: Callable[[], KVCache]) -> tuple[Callable[[], KVCache], KVCache]:
+    """What makes the cache of all replicas, and where its arrays lie."""
+    mesh = sharded.mesh
 
     def stacked() -> KVCache:
         cache = jax.tree.map(lambda x: jnp.broadcast_to(x[None], (sharded.replicas, *x.shape)), make())
@@ -105,8 +121,8 @@ def init_cache(sharded: ShardedEngine, make: Callable[[], KVCache]) -> KVCache:
         layers = (layer and dataclasses.replace(layer, clipped=counts) for layer in cache.layers)
         return KVCache(tuple(layers))
 
-    specs = cache_specs(jax.eval_shape(stacked), rules)
-    return jax.jit(stacked, out_shardings=jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs))()
+    specs = cache_specs(jax.eval_shape(stacked), sharded.rules)
+    return stacked, jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
 
 
 def cache_specs(cache: KVCache, rules: Rules = RULES, *, split_slots: bool = True) -> KVCache:

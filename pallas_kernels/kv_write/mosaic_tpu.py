@@ -10,6 +10,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Int32, Shaped
 
+WORD_BYTES = 4  # of the elements that lie above one another, of neighbouring heads or of neighbouring slots
+
 
 @jax.jit(static_argnames=("interpret",))
 def kv_write(
@@ -22,8 +24,18 @@ def kv_write(
     """See `pallas_kernels.kv_write.kv_write`: bits of `rows` into `slots` of `pools`, those past the end nowhere.
 
     Scales, `[slots, kv_heads]`, are scattered by XLA: one of their rows is less than the tile that a DMA can move.
+
+    Raises:
+      NotImplementedError: heads are so few and narrow that slots share a 32-bit word, which no DMA can take apart; for
+        this kernel XLA would lay out the whole pool anew in every call.
     """
     wide = [i for i, pool in enumerate(pools) if pool.ndim > 2]
+    for pool in (pools[i] for i in wide):
+        if pool.shape[1] * pool.dtype.itemsize < WORD_BYTES and not interpret:
+            raise NotImplementedError(
+                f"pools: the mosaic_tpu kernel writes slots of whole 32-bit words, of at least "
+                f"{WORD_BYTES // pool.dtype.itemsize} heads of {pool.dtype.name}, got {pool.shape[1]}; use 'xla'"
+            )
     written = {i: pools[i].at[slots].set(rows[i], mode="drop") for i in range(len(pools)) if i not in wide}
     in_hbm = pl.BlockSpec(memory_space=pltpu.HBM)
     stored = pl.pallas_call(
