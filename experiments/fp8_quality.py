@@ -11,7 +11,7 @@ import polars as pl
 from experiments import fp8_quality_figures, quality_evaluate, quality_greedy, quality_metrics, quality_passkey
 from experiments.progress import Progress
 from experiments.quality_capacity import capacity_of, running_requests
-from experiments.quality_config import Config, cases, check
+from experiments.quality_config import Config, all_schemes, cases, check
 from experiments.quality_evaluate import Evaluation
 from experiments.results import Results
 from experiments.run_directory import Folder, RunDirectory
@@ -48,6 +48,9 @@ def resolve(config: Config) -> Config:
     found = quality_evaluate.load(config)
     for factor in config.outlier_factors:
         found.with_outlier(factor)
+    model = found.subject.decode.config
+    for name in all_schemes(config):
+        scheme(name).shape(model.layers, model.kv_heads, model.head_dim)
     for name in config.schemes:
         _capacity(config, found, scheme(name))
     texts = {name: dataclasses.replace(text, sha256=found.texts[name].sha256) for name, text in config.texts.items()}

@@ -48,10 +48,15 @@ def capacity_of(fmt: KVFormat, model: DecoderConfig, block_size: int, budget_byt
     """
     shape, plain = (f.shape(model.layers, model.kv_heads, model.head_dim) for f in (fmt, scheme("bf16")))
     block_bytes = shape.block_bytes(block_size)
-    budget_bytes = max(1, budget_bytes - rows * shape.row_bytes)  # plan_blocks says if nothing fits
+    beside = rows * shape.row_bytes
+    if budget_bytes < beside + block_bytes:
+        raise ValueError(
+            f"kv_memory: expected at least {beside + block_bytes} bytes, {block_bytes} for a block of {fmt.name} and "
+            f"{beside} for what {rows} rows keep beside the blocks, got {budget_bytes}"
+        )
     return Capacity(
         bytes_per_token=Fraction(block_bytes, block_size),
-        blocks=plan_blocks(shape, block_size, budget_bytes).num_blocks,
+        blocks=plan_blocks(shape, block_size, budget_bytes - beside).num_blocks,
         ratio=Fraction(plain.block_bytes(block_size), block_bytes),
     )
 

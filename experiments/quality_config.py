@@ -27,8 +27,8 @@ class Case(NamedTuple):
 
     @property
     def part(self) -> str:
-        """Its name as a part of a run."""
-        return self.name.replace("/", "-").replace(":", ".").replace("+", "_and_")
+        """Its name as a part of a run: `:` and `+` of a format's name are no letters of a folder's."""
+        return self.name.replace("/", "-").replace(":", "..").replace("+", "_and_")
 
     @property
     def is_plain(self) -> bool:
@@ -158,6 +158,11 @@ def cases(config: Config) -> list[Case]:
     ]
 
 
+def all_schemes(config: Config) -> list[str]:
+    """Every scheme that is read in some way, once."""
+    return list(dict.fromkeys((*config.schemes, *config.outlier_schemes, *config.block_schemes)))
+
+
 def check(config: Config) -> None:
     """Refuses what no model can run.
 
@@ -177,8 +182,14 @@ def check(config: Config) -> None:
         values = getattr(config, name)
         if len(set(values)) < len(values):
             raise ValueError(f"{name}: expected no value twice, got {list(values)}")
-    for name in (*config.schemes, *config.outlier_schemes, *config.block_schemes):
-        scheme(name)
+    if not config.schemes:
+        raise ValueError("schemes: expected at least one, got none")
+    for name in all_schemes(config):
+        if (first := scheme(name).precise_tokens) >= config.context:
+            raise ValueError(
+                f"schemes: expected first tokens fewer than context = {config.context}, as all others are what is "
+                f"compared, got {first} in {name}"
+            )
     if len({text.kind for text in config.texts.values()}) < 2 and "file" not in {t.kind for t in config.texts.values()}:
         raise ValueError(f"texts: expected at least two kinds, as one alone misleads, got {list(config.texts)}")
     for size in (config.block_size, *config.block_sizes):

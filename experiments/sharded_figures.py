@@ -1,13 +1,15 @@
-"""How compiled servers scale, by the model of their steps: the same requests on more devices, and more of both."""
+"""What servers on meshes look like: what they hold, exchange and do; and of compiled ones, how they scale by model."""
 
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import polars as pl
+
 from experiments import config as configs
 from experiments import files, plots
 from experiments.sharded_model import StepWork
-from experiments.sharded_setup import parse_mesh
+from experiments.sharded_setup import parse_mesh, part_of
 from pallas_kernels.targets import TOPOLOGIES
 from paxkv.sharding import MeshShape
 
@@ -82,3 +84,55 @@ def _figure(title: str, caption: str, lines: Mapping[str, Mapping[tuple[str, str
     if handles:
         figure.legend(handles.values(), handles.keys(), loc="outside upper left", ncols=4)
     return plots.Figure(title, caption, figure)
+
+
+def served(run_path: pathlib.Path) -> list[plots.Figure]:
+    """Capacity and exchange by mesh, and requests over time.
+
+    Args:
+      run_path: directory of a finished run; nothing else is read.
+    """
+    steps = files.read_parquet(run_path / "steps.parquet")
+    names = steps["mesh"].unique(maintain_order=True).to_list()
+    facts = {name: files.read_json(run_path / "parts" / part_of(name) / "devices.json") for name in names}
+    return [_capacity(facts), _exchange(facts), _over_time(steps, names)]
+
+
+def _capacity(facts: Mapping[str, Mapping[str, Any]]) -> plots.Figure:
+    figure, axes = plots.canvas(height=0.8 + 0.3 * len(facts))
+    axes.barh(list(facts), [fact["capacity_tokens"] for fact in facts.values()], height=0.68)
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("tokens that fit, over all replicas")
+    return plots.Figure(
+        "Capacity",
+        "Equal memory on every device. Heads can be split no further than there are; blocks can.",
+        figure,
+    )
+
+
+def _exchange(facts: Mapping[str, Mapping[str, Any]]) -> plots.Figure:
+    figure, axes = plots.canvas(height=0.8 + 0.3 * len(facts))
+    merge = [fact["merge_bytes_per_step"] / 1024 for fact in facts.values()]
+    other = [fact["collective_bytes_per_step"] / 1024 - m for fact, m in zip(facts.values(), merge, strict=True)]
+    axes.barh(list(facts), other, height=0.68, label="sums of the decoder")
+    axes.barh(list(facts), merge, left=other, height=0.68, label="merging attention")
+    axes.invert_yaxis()
+    axes.grid(axis="y", visible=False)
+    axes.set_xlabel("KiB that a device gives into exchanges, per decode step")
+    plots.legend(axes)
+    return plots.Figure("Exchange", "What devices tell one another in a decode step of all rows.", figure)
+
+
+def _over_time(steps: pl.DataFrame, names: list[str]) -> plots.Figure:
+    figure, axes = plots.canvas()
+    series = {}
+    for name in names:
+        own = (
+            steps.filter(pl.col("mesh") == name).group_by("step").agg(pl.col("clock_ms").min(), pl.col("running").sum())
+        )
+        own = own.sort("step")
+        series[name] = ((own["clock_ms"] / 1000).to_list(), own["running"].to_list())
+    plots.over_time(axes, series, "modelled time in s")
+    axes.set_ylabel("running requests")
+    return plots.Figure("Over time", "More memory lets more requests run at once. Time is modelled.", figure)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import polars as pl
 
-from experiments import files, jax_setup, metrics, plots, sharded_figures, sharded_offline
+from experiments import jax_setup, metrics, plots, sharded_figures, sharded_offline
 from experiments.collectives import read_collectives
 from experiments.disaggregated_serve import Side, serve_pair
 from experiments.inputs import Inputs, load_inputs
@@ -17,23 +17,20 @@ from experiments.processes import agreed
 from experiments.progress import Advance, Progress
 from experiments.results import Results, Table
 from experiments.run_directory import RunDirectory
-from experiments.sharded_offline import Offline
+from experiments.sharded_config import Config
 from experiments.sharded_serve import serve
-from experiments.sharded_setup import Server, Serving, device_bytes, make_server, parse_mesh
+from experiments.sharded_setup import Server, Serving, device_bytes, make_server, parse_mesh, part_of
 from experiments.sharded_step import batch_of, decode_step
 from experiments.token_check import compare_tokens
-from experiments.workloads.config import WorkloadConfig, with_sha256
+from experiments.workloads.config import with_sha256
 from models.split import place_weights
 from paxkv.capacity import parse_size
-from paxkv.config import MemoryConfig
-from paxkv.cost_model import StepCost
 from paxkv.disaggregated import check_pair
 from paxkv.kv_format import scheme
 from paxkv.requests import Requests, make_requests
-from paxkv.scheduler_state import Policy
 from paxkv.sharding import Rules
 from paxkv.sizes import require_int
-from paxkv.split_paged import MERGE, Dealing
+from paxkv.split_paged import MERGE
 
 DESCRIPTION = "A server split over devices: replicas, KV heads and KV blocks, on the same requests."
 MODELLED = metrics.MODELLED | sharded_offline.MODELLED | {"link_ms_mean"}
@@ -48,11 +45,11 @@ GLOSSARY: Mapping[str, str] = {
     "collectives_per_step": "exchanges between devices in one decode step",
     "collective_bytes_per_step": "what each device gives into them",
     "merge_bytes_per_step": "of that, to merge the attention of devices that share blocks",
-    **sharded_offline.GLOSSARY,
     "moved_blocks": "blocks that went from the server that reads prompts to the one that answers",
     "blocks_there": "blocks of prompts that did not have to move, as they were there",
     "moved_bytes": "keys, values and scales of the blocks that moved",
     "link_ms_mean": "mean time of a request's blocks on the link between the two servers",
+    **sharded_offline.GLOSSARY,
     "fits": "whether keys and values lie within `kv_memory` on every device; of what is compiled, whether all that the "
     "step needs lies within the device's memory, with room for a sequence of `max_model_len`",
     "wall_step_ms": "median time of a step on this machine, whose devices may share its cores",
@@ -60,82 +57,11 @@ GLOSSARY: Mapping[str, str] = {
 }
 
 
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """One comparison of meshes.
-
-    Attributes:
-      experiment: `sharded_serving`.
-      seed: of arrivals, lengths, prompts and sampling, a stream each.
-      model: folder of the checkpoint.
-      model_sha256: expected hash of its config and weights; empty accepts any, and the run fills it in.
-      workload: what is asked of all replicas together.
-      meshes: what is compared, such as `d1m8k1`: replicas, parts of the heads, parts of the blocks. The first one is
-        the reference for the tokens.
-      pairs: two meshes each, such as `d1m2k1+d1m4k1`: the first reads prompts, the second answers, and keys and values
-        move between them. Their memory needs `prefix_caching`, by which blocks that move are known.
-      link_bytes_per_s: of the modelled link between the two, from each device of the first to one of the second.
-      cpu_devices: that a CPU is made to look like; none if there is another device.
-      ffn: which of `model` and `kv` the inner width of feed-forward blocks is split over.
-      vocab: the same for the vocabulary.
-      replicate_kv_heads: whether several devices may store the same KV head, where there are fewer than devices.
-      dealing: which device has a block: ids in turn (`round_robin`) or in equal runs (`by_shard`).
-      kv_memory: budget for keys and values of each device.
-      memory: how a replica's is handed out; a paged one.
-      rows: most requests that run at once in a replica.
-      max_model_len: most tokens of one sequence.
-      token_budget: most tokens a replica computes in a step.
-      temperature: of all requests; 0 samples greedily.
-      near_tie: a first difference between two runs' tokens is accepted where the best two choices lie within this, in
-        logits.
-      steps_per_dispatch: steps between two looks of the host.
-      kernels: backend of attention and cache writes; None picks the best for the device.
-      kv_format: how keys and values are stored; its scales must need no calibration.
-      policy: whom the scheduler preempts and admits, and how.
-      cost: the modelled clock.
-      process_time_limit_s: of several processes, longest that one waits for another, a compilation or a step.
-      offline: compile for devices that are not there, instead of serving on those that are; None serves. Model,
-        workload, pairs and `kv_memory` then mean nothing.
-    """
-
-    experiment: str = "sharded_serving"
-    seed: int = 0
-    model: pathlib.Path = pathlib.Path("models/checkpoints/byte_llama")
-    model_sha256: str = ""
-    workload: WorkloadConfig = dataclasses.field(default_factory=WorkloadConfig)
-    meshes: tuple[str, ...] = ("d1m1k1", "d1m2k1", "d1m1k2", "d2m1k1")
-    pairs: tuple[str, ...] = ()
-    link_bytes_per_s: float = 50e9
-    cpu_devices: int = 8
-    ffn: tuple[str, ...] = ("model", "kv")
-    vocab: tuple[str, ...] = ("model", "kv")
-    replicate_kv_heads: bool = True
-    dealing: Dealing = "round_robin"
-    kv_memory: str = "1 MiB"
-    memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
-    rows: int = 16
-    max_model_len: int = 512
-    token_budget: int = 64
-    temperature: float = 0.0
-    near_tie: float = 1e-4
-    steps_per_dispatch: int = 16
-    kernels: str | None = None
-    kv_format: str = "f32"
-    policy: Policy = dataclasses.field(default_factory=Policy)
-    cost: StepCost = dataclasses.field(default_factory=StepCost)
-    process_time_limit_s: float = 600.0
-    offline: Offline | None = None
-
-
 def parts(config: Config) -> list[str]:
     """Each mesh, or pair, is served or compiled, and can be resumed, by itself."""
     if config.offline is not None:
         return [case.part for case in sharded_offline.cases(config)]
-    return [*config.meshes, *map(_part_of, config.pairs)]
-
-
-def _part_of(name: str) -> str:
-    return name.replace("+", "-")
+    return [*config.meshes, *map(part_of, config.pairs)]
 
 
 def resolve(config: Config) -> Config:
@@ -189,14 +115,14 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
                 "devices.json", facts | {"wall_compile_s": served.wall_compile_s, "host_share": served.host_share}
             )
     for pair in config.pairs:
-        if run_dir.finished_part(_part_of(pair)) is None:
+        if run_dir.finished_part(part_of(pair)) is None:
             with progress.task(pair, total=inputs.workload.num_requests) as advance:
                 _serve_pair(config, inputs, requests, pair, run_dir, advance)
     if jax.process_index() > 0:
         return {}  # the first process has what was finished before
     for table in ("steps", "requests"):
         frames = [
-            _part(run_dir, _part_of(name)).read_parquet(f"{table}.parquet").select(pl.lit(name).alias("mesh"), pl.all())
+            _part(run_dir, part_of(name)).read_parquet(f"{table}.parquet").select(pl.lit(name).alias("mesh"), pl.all())
             for name in (*config.meshes, *config.pairs)
         ]
         run_dir.write_parquet(f"{table}.parquet", pl.concat(frames))
@@ -223,7 +149,7 @@ def _serve_pair(
     )
     rate = config.link_bytes_per_s
     served = serve_pair(reads, answers, requests, inputs.workload, rate, config.steps_per_dispatch, advance)
-    with run_dir.part(_part_of(pair)) as part:
+    with run_dir.part(part_of(pair)) as part:
         part.write_parquet("steps.parquet", served.steps)
         part.write_parquet("requests.parquet", served.requests)
         part.write_parquet("moves.parquet", served.moves)
@@ -307,7 +233,7 @@ def _results(config: Config, run_dir: RunDirectory) -> dict[str, dict[str, Any]]
     compared = metrics.served_by_all(requests)
     found: dict[str, dict[str, Any]] = {}
     for name in (*config.meshes, *config.pairs):
-        facts = _part(run_dir, _part_of(name)).read_json("devices.json")
+        facts = _part(run_dir, part_of(name)).read_json("devices.json")
         own, own_steps = requests.filter(pl.col("mesh") == name), steps.filter(pl.col("mesh") == name)
         served = ~reference["reason"].str.starts_with("refused") & ~own["reason"].str.starts_with("refused")
         same = compare_tokens(reference.filter(served), own.filter(served), config.near_tie)
@@ -404,47 +330,4 @@ def figures(run_path: pathlib.Path) -> list[plots.Figure]:
     """
     if (run_path / "compiled.json").exists():
         return sharded_figures.scaling(run_path)
-    steps = files.read_parquet(run_path / "steps.parquet")
-    names = steps["mesh"].unique(maintain_order=True).to_list()
-    facts = {name: files.read_json(run_path / "parts" / _part_of(name) / "devices.json") for name in names}
-    return [_capacity(facts), _exchange(facts), _over_time(steps, names)]
-
-
-def _capacity(facts: Mapping[str, Mapping[str, Any]]) -> plots.Figure:
-    figure, axes = plots.canvas(height=0.8 + 0.3 * len(facts))
-    axes.barh(list(facts), [fact["capacity_tokens"] for fact in facts.values()], height=0.68)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel("tokens that fit, over all replicas")
-    return plots.Figure(
-        "Capacity",
-        "Equal memory on every device. Heads can be split no further than there are; blocks can.",
-        figure,
-    )
-
-
-def _exchange(facts: Mapping[str, Mapping[str, Any]]) -> plots.Figure:
-    figure, axes = plots.canvas(height=0.8 + 0.3 * len(facts))
-    merge = [fact["merge_bytes_per_step"] / 1024 for fact in facts.values()]
-    other = [fact["collective_bytes_per_step"] / 1024 - m for fact, m in zip(facts.values(), merge, strict=True)]
-    axes.barh(list(facts), other, height=0.68, label="sums of the decoder")
-    axes.barh(list(facts), merge, left=other, height=0.68, label="merging attention")
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set_xlabel("KiB that a device gives into exchanges, per decode step")
-    plots.legend(axes)
-    return plots.Figure("Exchange", "What devices tell one another in a decode step of all rows.", figure)
-
-
-def _over_time(steps: pl.DataFrame, names: list[str]) -> plots.Figure:
-    figure, axes = plots.canvas()
-    series = {}
-    for name in names:
-        own = (
-            steps.filter(pl.col("mesh") == name).group_by("step").agg(pl.col("clock_ms").min(), pl.col("running").sum())
-        )
-        own = own.sort("step")
-        series[name] = ((own["clock_ms"] / 1000).to_list(), own["running"].to_list())
-    plots.over_time(axes, series, "modelled time in s")
-    axes.set_ylabel("running requests")
-    return plots.Figure("Over time", "More memory lets more requests run at once. Time is modelled.", figure)
+    return sharded_figures.served(run_path)

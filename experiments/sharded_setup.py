@@ -73,6 +73,11 @@ def parse_mesh(name: str) -> MeshShape:
     return MeshShape(*(int(part) for part in match.groups()))
 
 
+def part_of(name: str) -> str:
+    """The part of a run in which a mesh, or a pair of them, was served."""
+    return name.replace("+", "-")
+
+
 def make_server(
     config: DecoderConfig, shape: MeshShape, serving: Serving, devices: Sequence[Any] | None = None
 ) -> Server:

@@ -20,12 +20,14 @@ from orbax.checkpoint import v1 as ocp
 
 from models.config import DecoderConfig
 from models.decoder import Decode, Decoder, abstract_decoder, make_decode
+from models.json_file import read_json
 from models.whole_folder import whole_folder
 
 CONFIG = "config.json"
 RECORD = "training.json"  # how the weights came about
 CARD = "README.md"
 WEIGHTS = "weights"
+WEIGHTS_SHA256 = "weights.sha256"  # of the arrays by name: orbax itself reads a flipped bit without a word
 
 
 def save_checkpoint(
@@ -46,6 +48,7 @@ def save_checkpoint(
         ocp.save(str(folder / WEIGHTS), weights)
         # orbax writes the folder's full path into this file; only that the file is there means anything.
         (folder / WEIGHTS / "commit_success.txt").write_text("committed\n")
+        (folder / WEIGHTS_SHA256).write_text(arrays_sha256(weights) + "\n")
         (folder / CONFIG).write_text(json.dumps(model.config.as_dict(), indent=2) + "\n")
         for name, text in (files or {}).items():
             (folder / name).write_text(text)
@@ -56,15 +59,21 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Decoder:
 
     Raises:
       FileNotFoundError: There is no checkpoint at `path`.
-      ValueError: The weights are not those its config asks for.
+      ValueError: Config or weights are broken, or the weights are not those its config asks for.
     """
     folder = pathlib.Path(path).resolve()
     if not (folder / CONFIG).is_file():
         raise FileNotFoundError(f"no checkpoint at {path}: {CONFIG} is missing")
-    config = DecoderConfig.of_dict(json.loads((folder / CONFIG).read_text()))
+    described = read_json(folder / CONFIG)
+    try:
+        config = DecoderConfig.of_dict(described)
+    except ValueError as error:
+        raise ValueError(f"{folder / CONFIG}: {error}") from error
+    found = _load_weights(folder / WEIGHTS)
+    if config.layers > len(found):  # before so many are made
+        raise ValueError(f"{path}: expected weights of {config.layers} layers, got {len(found)} weights in all")
     abstract = nnx.as_pure(nnx.state(abstract_decoder(config)))
     expected = by_name(abstract)
-    found = ocp.load(str(folder / WEIGHTS))
     shapes, wanted = ({name: array.shape for name, array in some.items()} for some in (found, expected))
     wrong = [
         f"weight {name} should have shape {wanted.get(name)}, found {shapes.get(name)}"
@@ -73,8 +82,22 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Decoder:
     ]
     if wrong:
         raise ValueError(f"{path}: " + "; ".join(wrong))
+    digest = folder / WEIGHTS_SHA256
+    if digest.is_file() and digest.read_text().strip() != arrays_sha256(found):
+        raise ValueError(f"{path}: {WEIGHTS}: expected arrays of the hash in {WEIGHTS_SHA256}, got others: damaged")
     params = jax.tree.structure(abstract).unflatten(jnp.asarray(found[name]) for name in expected)
     return Decode(config).model(params)
+
+
+def _load_weights(folder: pathlib.Path) -> dict[str, np.ndarray]:
+    """The weights by name, as orbax reads them."""
+    try:
+        found: Any = ocp.load(str(folder))
+    except Exception as error:  # orbax raises whatever its storage does
+        raise ValueError(f"{folder}: expected weights in orbax's format, whole: {error}") from error
+    if not isinstance(found, dict) or not all(hasattr(array, "shape") for array in found.values()):
+        raise ValueError(f"{folder}: expected weights by name in orbax's format, got something else")
+    return found
 
 
 def model_sha256(model: Decoder) -> str:
@@ -93,9 +116,13 @@ def arrays_sha256(arrays: Mapping[str, jax.Array | np.ndarray], preamble: str = 
     return digest.hexdigest()
 
 
-def load_record(path: str | os.PathLike[str]) -> dict:
-    """How the checkpoint at `path` was trained: config, command, text, versions, results."""
-    return json.loads((pathlib.Path(path) / RECORD).read_text())
+def load_record(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """How the checkpoint at `path` was trained: config, command, text, versions, results.
+
+    Raises:
+      ValueError: The record is missing or broken.
+    """
+    return read_json(pathlib.Path(path) / RECORD)
 
 
 def by_name(weights: PyTree) -> dict[str, Any]:

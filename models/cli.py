@@ -38,7 +38,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
       The exit code.
     """
-    options = _parser().parse_args(argv)
+    options, rest = _parser().parse_known_args(argv)
+    if rest:
+        options.parser.error(f"unrecognized arguments: {' '.join(rest)}")
     console = rich.console.Console(stderr=True)
     try:
         options.command(options, console)
@@ -57,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
 
     def verb(name: str, words: str, command: Command) -> argparse.ArgumentParser:
         sub = verbs.add_parser(name, help=words, description=words, allow_abbrev=False)
-        sub.set_defaults(command=command)
+        sub.set_defaults(command=command, parser=sub)
         return sub
 
     sub = verb("fetch", "bring a trained model here", _fetch)

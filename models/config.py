@@ -1,9 +1,12 @@
 """The shape of a decoder: every number and choice in which the families differ, checked once, on the host."""
 
 import dataclasses
+import math
 import types
 from collections.abc import Mapping
 from typing import Any, Literal, get_args
+
+from paxkv.sizes import require_bool, require_int
 
 Activation = Literal["silu", "gelu_tanh"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -36,7 +39,7 @@ class RopeScaling:
             raise ValueError(
                 f"high_freq_factor must be above low_freq_factor={self.low_freq_factor}, got {self.high_freq_factor}"
             )
-        _require_at_least_one("original_max_len", self.original_max_len)
+        require_int("original_max_len", self.original_max_len)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,15 +85,21 @@ class DecoderConfig:
     def __post_init__(self) -> None:
         """A config that exists is a valid one, however it was made."""
         for name in ("vocab", "width", "layers", "q_heads", "kv_heads", "head_dim", "ffn", "max_len"):
-            _require_at_least_one(name, getattr(self, name))
+            require_int(name, getattr(self, name))
         for name in ("window", "full_every"):
             if getattr(self, name) is not None:
-                _require_at_least_one(name, getattr(self, name))
+                require_int(name, getattr(self, name))
         for name in ("rope_theta", "norm_eps"):
             _require_above_zero(name, getattr(self, name))
         for name in ("local_rope_theta", "query_scale", "attention_soft_cap", "final_soft_cap"):
             if getattr(self, name) is not None:
                 _require_above_zero(name, getattr(self, name))
+        for name in (
+            "tied_embeddings", "attention_bias", "qk_norm", "norm_plus_one", "post_norms", "embedding_scale",
+        ):  # fmt: skip
+            require_bool(name, getattr(self, name))
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, RopeScaling):
+            raise ValueError(f"rope_scaling must be a RopeScaling or None, got {self.rope_scaling!r}")
         if self.q_heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide q_heads, got q_heads={self.q_heads} and kv_heads={self.kv_heads}")
         if self.head_dim % 2:
@@ -135,15 +144,21 @@ class DecoderConfig:
         """
         fields = {field.name: field for field in dataclasses.fields(cls)}
         required = {name for name, field in fields.items() if field.default is dataclasses.MISSING}
+        if not isinstance(described, Mapping):
+            raise ValueError(f"expected the fields of a {cls.__name__}, got {described!r}")
         if described.keys() - fields.keys() or required - described.keys():
             raise ValueError(
                 f"expected the fields of a {cls.__name__}; unknown: {sorted(described.keys() - fields.keys())}, "
                 f"missing: {sorted(required - described.keys())}"
             )
         scaling = described.get("rope_scaling")
-        return cls(**{**described, "rope_scaling": RopeScaling(**scaling) if scaling else None})
-
-    # ---- published models: vocab, width, layers, q_heads, kv_heads, head_dim, ffn and context as their files say ----
+        try:
+            rope_scaling = None if scaling is None else RopeScaling(**scaling)
+        except TypeError as error:  # of fields that it has not
+            raise ValueError(
+                f"rope_scaling: expected the fields of a {RopeScaling.__name__}, got {scaling!r}"
+            ) from error
+        return cls(**{**described, "rope_scaling": rope_scaling})
 
     @classmethod
     def llama2_7b(cls) -> "DecoderConfig":
@@ -354,15 +369,14 @@ _GEMMA3: Mapping[str, Any] = types.MappingProxyType(
 )
 
 
-def _require_at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{name} must be at least 1, got {value}")
-
-
-def _require_above_zero(name: str, value: float) -> None:
+def _require_above_zero(name: str, value: object) -> None:
     # Written so that NaN fails too.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name} must be a number, got {value!r}")
     if not value > 0:
         raise ValueError(f"{name} must be above 0, got {value}")
+    if value == math.inf:
+        raise ValueError(f"{name} must be above 0 and finite, got {value}")
 
 
 def _require_one_of(name: str, value: str, known: tuple[str, ...]) -> None:

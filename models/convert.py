@@ -2,7 +2,6 @@
 
 import json
 import os
-import pathlib
 from typing import Literal, get_args
 
 from models.checkpoint import save_checkpoint
@@ -10,6 +9,7 @@ from models.config import Dtype
 from models.formats import load_model, load_tokenizer, save_hugging_face
 from models.formats.tokenizers import IDS, TOKENIZER
 from models.tokenizer import Tokenizer
+from models.whole_folder import check_free
 
 Target = Literal["hugging_face", "checkpoint"]
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -29,8 +29,7 @@ def convert(
       FileExistsError: `destination` is taken and `overwrite` is false.
       ValueError: `source` cannot be read, or has no form in `target`.
     """
-    if pathlib.Path(destination).exists() and not overwrite:
-        raise FileExistsError(f"{destination} exists; give another path, or --overwrite")
+    check_free(destination, overwrite)
     model = load_model(source, dtype=dtype)
     try:
         tokenizer: Tokenizer | None = load_tokenizer(source)

@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+import pathlib
 import platform
 from typing import Any
 
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Float64, Int32, UInt8
 
-from models.checkpoint import load_checkpoint, load_record
+from models.checkpoint import RECORD, load_checkpoint, load_record
 from models.decoder import Decode, Params, forward, make_decode
 from models.text import Bytes, Corpus, load_corpus
 from models.trigram import Trigram, fit_trigram
@@ -95,13 +96,18 @@ def check_card(path: str | os.PathLike[str]) -> dict[str, Any]:
       FileNotFoundError: There is no checkpoint, or none with a record of its training.
       ValueError: The weights are not those its config asks for.
     """
+    if not (pathlib.Path(path) / RECORD).is_file():
+        raise FileNotFoundError(
+            f"{path}: expected a folder with {RECORD}, as `python -m models train` writes it, and no other model; the "
+            "experiment fp8_quality reads texts with any"
+        )
     decode, params = make_decode(load_checkpoint(path))
     record, corpus = load_record(path), load_corpus()
     return {
         "checkpoint": str(path),
         "python": platform.python_version(),
         "text_sha256": corpus.sha256,
-        "trained_on_this_text": record["text_sha256"] == corpus.sha256,
+        "trained_on_this_text": record.get("text_sha256") == corpus.sha256,
         "results": {name: dataclasses.asdict(found) for name, found in evaluate_all(decode, params, corpus).items()},
     }
 

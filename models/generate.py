@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float32, Int32, Key
+from jaxtyping import Array, Bool, Float32, Int32, Key
 
 from models.decoder import Decode, Params
 from paxkv.forward import Reader, begin, extend
@@ -35,6 +35,8 @@ class Sampling:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise ValueError(f"max_tokens: expected at least 1, got {self.max_tokens}")
+        if not 0 <= require_int("seed", self.seed, minimum=0) < 2**32:
+            raise ValueError(f"seed: expected less than 2**32, got {self.seed}")
         if not 0 <= self.temperature < float("inf"):
             raise ValueError(f"temperature: expected 0 or more, got {self.temperature}")
 
@@ -63,7 +65,7 @@ def generate(
 
     Raises:
       ValueError: the prompt is empty, has ids that the model lacks, or is too long together with what is to follow;
-        or `block_size` is not positive.
+        `block_size` is not positive, or what the model says is NaN.
     """
     require_int("block_size", block_size)
     config = decode.config
@@ -94,7 +96,12 @@ def generate(
             reader, params, state, cache, tokens, new_tokens, last, max_q_len=tokens.shape[0]
         )
         _require_ok(outcome)
-        tokens, key = _choose(logits, temperature, key)
+        tokens, key, is_nan = _choose(logits, temperature, key)
+        if bool(is_nan):
+            raise ValueError(
+                f"logits: expected numbers, got NaN; a weight is NaN, or the dtype {config.dtype} or the format "
+                f"{kv_format.name} of keys and values cannot hold this model's numbers: try float32 and f32"
+            )
         new_tokens, last = one, first
         yield int(tokens[0])
 
@@ -102,10 +109,10 @@ def generate(
 @jax.jit
 def _choose(
     logits: Float32[Array, "rows vocab"], temperatures: Float32[Array, " rows"], key: Key[Array, ""]
-) -> tuple[Int32[Array, " rows"], Key[Array, ""]]:
+) -> tuple[Int32[Array, " rows"], Key[Array, ""], Bool[Array, ""]]:
     key, *keys = jax.random.split(key, logits.shape[0] + 1)
     tokens, _ = sample(logits, temperatures, jnp.stack(keys))
-    return tokens, key
+    return tokens, key, jnp.any(jnp.isnan(logits))
 
 
 def _padded(tokens: int) -> int:

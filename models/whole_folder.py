@@ -6,15 +6,25 @@ import pathlib
 import shutil
 from collections.abc import Iterator
 
+MODEL = "config.json"  # what every folder with a model has
+
 
 def check_free(path: str | os.PathLike[str], overwrite: bool) -> None:
-    """Refuses a path that is taken.
+    """Refuses a path that is taken: by anything, or with `overwrite` by anything but a model or an empty folder.
 
     Raises:
-      FileExistsError: Something is there and `overwrite` is false.
+      FileExistsError: Something is there that must stay.
+      ValueError: The path is empty.
     """
-    if pathlib.Path(path).exists() and not overwrite:
+    if not os.fspath(path):
+        raise ValueError("expected a path to write to, got an empty one")
+    place = pathlib.Path(path)
+    if place.exists() and not overwrite:
         raise FileExistsError(f"{path} exists; give another path, or set overwrite to replace it")
+    if place.exists() and not (place / MODEL).is_file() and not (place.is_dir() and not any(place.iterdir())):
+        raise FileExistsError(
+            f"{path} exists and is no folder with a {MODEL}, and nothing else is replaced; give another path"
+        )
 
 
 @contextlib.contextmanager
@@ -34,6 +44,9 @@ def whole_folder(path: str | os.PathLike[str], *, overwrite: bool) -> Iterator[p
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
-    if final.exists():
-        shutil.rmtree(final)
+    replaced = final.with_name(final.name + ".replaced")
+    if final.exists():  # moved aside first, so that not even a kill leaves half of it under its name
+        shutil.rmtree(replaced, ignore_errors=True)
+        final.rename(replaced)
     partial.rename(final)
+    shutil.rmtree(replaced, ignore_errors=True)

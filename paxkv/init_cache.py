@@ -68,7 +68,7 @@ def init_kv_cache(
     if calibration is None and needs:
         warnings.warn(
             "kv_format asks for static scales and no calibration was given: they are 1, so that values are clipped or "
-            "rounded away; calibrate, or use another way to come by scales",
+            "rounded away; calibrate, or have scales fixed at the first write, as in 'e4m3_layer:first_write'",
             stacklevel=2,
         )
 

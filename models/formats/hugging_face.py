@@ -1,5 +1,6 @@
 """Folders as Hugging Face's transformers reads and writes them: `config.json` and safetensors, in one file or more."""
 
+import collections
 import contextlib
 import dataclasses
 import json
@@ -18,6 +19,7 @@ from models.decoder import Decoder
 from models.formats.hugging_face_config import config_from_json, config_to_json
 from models.formats.layout import Index
 from models.formats.tensors import Shardings, Stored, Table, assemble, disassemble
+from models.json_file import read_json
 from models.whole_folder import whole_folder
 
 CONFIG = "config.json"
@@ -137,21 +139,6 @@ def save_hugging_face(
             (folder / name).write_text(text)
 
 
-def read_json(path: pathlib.Path) -> dict[str, Any]:
-    """A JSON object.
-
-    Raises:
-      ValueError: The file is missing or holds something else.
-    """
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path}: expected a JSON file, got {error}") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, got {type(found).__name__}")
-    return found
-
-
 def _shards(weights: Mapping[str, np.ndarray], biggest_file: int) -> dict[str, dict[str, np.ndarray]]:
     shards: list[dict[str, np.ndarray]] = [{}]
     for name, weight in weights.items():
@@ -169,9 +156,14 @@ def _open_tensors(folder: pathlib.Path) -> Iterator[dict[str, Stored]]:
     with contextlib.ExitStack() as stack:
         try:
             files = {name: stack.enter_context(safe_open(folder / name, "np")) for name in _files(folder)}
-            slices = {key: file.get_slice(key) for file in files.values() for key in file.keys()}  # noqa: SIM118
+            keys = [(key, file) for file in files.values() for key in file.keys()]  # noqa: SIM118
+            slices = {key: file.get_slice(key) for key, file in keys}
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{folder}: expected whole safetensors files, got {error}") from error
+        if len(slices) < len(keys):
+            times = collections.Counter(key for key, _ in keys)
+            twice = [key for key, count in times.items() if count > 1]
+            raise ValueError(f"{folder}: expected each tensor in one file, got several of {', '.join(sorted(twice))}")
         yield {key: _stored(key, part) for key, part in slices.items()}
 
 

@@ -68,8 +68,9 @@ def config_from_json(json: Json) -> DecoderConfig:
         does not have.
     """
     named = json.get("architectures") or ["none"]
-    if len(named) != 1 or named[0] not in ARCHITECTURES:
-        raise ValueError(f"architectures: expected one of {', '.join(ARCHITECTURES)}, got {', '.join(map(str, named))}")
+    if not isinstance(named, list) or len(named) != 1 or named[0] not in list(ARCHITECTURES):
+        came = ", ".join(map(str, named)) if isinstance(named, list) else repr(named)
+        raise ValueError(f"architectures: expected one of {', '.join(ARCHITECTURES)}, got {came}")
     kind, implied = ARCHITECTURES[named[0]]
     _require_keys(json, kind)
     for key, known in _ONLY.items():
@@ -79,7 +80,7 @@ def config_from_json(json: Json) -> DecoderConfig:
         if isinstance(json[key], bool) or not isinstance(json[key], int | float):
             raise ValueError(f"{key}: expected a number, got {json[key]!r}")
     activation = json.get("hidden_activation") or json.get("hidden_act", "silu")
-    if activation not in _ACTIVATIONS:
+    if activation not in list(_ACTIVATIONS):
         raise ValueError(f"hidden_act: expected one of {', '.join(_ACTIVATIONS)}, got {activation!r}")
     head_dim = json.get("head_dim") or json["hidden_size"] // json["num_attention_heads"]
     dtype = json.get("dtype") or json.get("torch_dtype") or "float32"
@@ -89,7 +90,7 @@ def config_from_json(json: Json) -> DecoderConfig:
         **{ours: json[theirs] for ours, theirs in _SIZES.items()},
         kv_heads=json.get("num_key_value_heads") or json["num_attention_heads"],
         head_dim=head_dim,
-        tied_embeddings=json.get("tie_word_embeddings", kind in _GEMMAS),
+        tied_embeddings=kind in _GEMMAS if json.get("tie_word_embeddings") is None else json["tie_word_embeddings"],
         activation=_ACTIVATIONS[activation],
         dtype=dtype,
         param_dtype=dtype,
@@ -183,6 +184,9 @@ def _gemma(json: Json, head_dim: int) -> dict[str, Any]:
 
 def _rope(json: Json, kind: str) -> dict[str, Any]:
     """From `rope_theta` and `rope_scaling`, or from the `rope_parameters` that later versions write instead."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if not isinstance(json.get(key) or {}, Mapping):
+            raise ValueError(f"{key}: expected an object, got {json[key]!r}")
     parameters = json.get("rope_parameters") or {}
     full = parameters.get("full_attention", parameters) or {}
     local = parameters.get("sliding_attention", {}) or {}
@@ -200,7 +204,7 @@ def _scaling(words: Json) -> RopeScaling | None:
     kind = words.get("rope_type", words.get("type", "default"))
     if kind == "default":
         return None
-    if kind not in _SCALINGS:
+    if kind not in list(_SCALINGS):
         raise ValueError(f"rope_type: expected default, {' or '.join(_SCALINGS)}, got {kind!r}")
     names = _SCALINGS[kind]
     missing = [name for name in names if name not in words]
@@ -222,6 +226,8 @@ def _windows(json: Json, kind: str) -> dict[str, Any]:
     if types_of_layers is None:
         default = {"mistral": None, "gemma2": 2, "gemma3_text": 6}[kind]
         return {"window": window, "full_every": json.get("sliding_window_pattern", default)}
+    if len(types_of_layers) != layers:
+        raise ValueError(f"layer_types: expected one for each of {layers} layers, got {len(types_of_layers)}")
     full = [kind == "full_attention" for kind in types_of_layers]
     for every in (None, *range(1, layers + 1)):
         if full == [every is not None and (layer + 1) % every == 0 for layer in range(layers)]:

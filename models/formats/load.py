@@ -19,6 +19,7 @@ from models.formats.tokenizers import (
     load_llama2c_tokenizer,
     load_tokenizer_json,
 )
+from models.json_file import read_json
 from models.tokenizer import Bytes, Tokenizer
 
 _EXPECTED = (
@@ -111,10 +112,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Tokenizer:
             if (place.parent / name).exists():
                 return load_llama2c_tokenizer(place.parent / name, vocab)
         raise ValueError(f"{path}: expected its tokenizer beside it, as {' or '.join(names)}")
-    described = hugging_face.read_json(place / CONFIG)
+    described = read_json(place / CONFIG)
     if (place / TOKENIZER).exists():
         # Our own config says nothing of ids.
-        beside = hugging_face.read_json(place / _IDS) if kind == "checkpoint" and (place / _IDS).exists() else described
+        beside = read_json(place / _IDS) if kind == "checkpoint" and (place / _IDS).exists() else described
         return load_tokenizer_json(place, beside)
     if (place / _LLAMA2C_JSON).exists():
         return load_llama2c_json(place / _LLAMA2C_JSON)

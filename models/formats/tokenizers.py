@@ -11,6 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from models.formats.gguf import metadata, open_gguf
+from models.json_file import read_json
 from models.tokenizer import Pieces
 
 TOKENIZER = "tokenizer.json"
@@ -60,7 +61,7 @@ def load_tokenizer_json(path: str | os.PathLike[str], config: Mapping[str, Any])
       config: its `config.json`.
 
     Raises:
-      ValueError: The file is not one that the `tokenizers` library reads.
+      ValueError: The file is not one that the `tokenizers` library reads, or a file beside it is broken.
     """
     file = pathlib.Path(path) / TOKENIZER
     try:
@@ -69,10 +70,13 @@ def load_tokenizer_json(path: str | os.PathLike[str], config: Mapping[str, Any])
         raise ValueError(f"{file}: expected a tokenizer of the tokenizers library: {error}") from error
     before = library.encode("").ids
     beside = [file.with_name(name) for name in (GENERATION, IDS)]
-    said = [json.loads(other.read_text()) for other in beside if other.is_file()]
+    said = [read_json(other) for other in beside if other.is_file()]
     found = (words["eos_token_id"] for words in (*said, config) if words.get("eos_token_id") is not None)
-    eos = next(found, None)
-    return Pieces(library, before[0] if before else None, tuple(eos) if isinstance(eos, list) else _ids(eos))
+    eos = next(found, [])
+    ids = eos if isinstance(eos, list) else [eos]
+    if any(type(token) is not int for token in ids):
+        raise ValueError(f"{path}: eos_token_id: expected an id or a list of ids, got {eos!r}")
+    return Pieces(library, before[0] if before else None, tuple(ids))
 
 
 def load_gguf_tokenizer(path: str | os.PathLike[str]) -> Pieces:
@@ -131,9 +135,9 @@ def load_llama2c_tokenizer(path: str | os.PathLike[str], vocab: int) -> Pieces:
             pieces.append(data[at - length : at].decode())
         if at != len(data):
             raise ValueError(f"{len(data) - at} bytes more than {vocab} pieces")
+        return _llama2c(pieces, scores, bos=1, eos=2)
     except (struct.error, ValueError) as error:
         raise ValueError(f"{path}: expected {vocab} pieces of a llama2.c tokenizer, got: {error}") from error
-    return _llama2c(pieces, scores, bos=1, eos=2)
 
 
 def load_llama2c_json(path: str | os.PathLike[str]) -> Pieces:
@@ -191,11 +195,10 @@ def scored_bpe(pieces: Sequence[str], scores: Sequence[float], *, space: str, un
 
 
 def _llama2c(pieces: Sequence[str], scores: Sequence[float], *, bos: int, eos: int) -> Pieces:
+    for name, token in (("bos", bos), ("eos", eos)):
+        if type(token) is not int or not 0 <= token < len(pieces):
+            raise ValueError(f"{name}: expected an id below {len(pieces)}, got {token!r}")
     library = scored_bpe(pieces, scores, space=" ", unknown=pieces[0])
     library.add_special_tokens([AddedToken(pieces[i], special=True, normalized=False) for i in (bos, eos)])
     begin_with(library, pieces[bos], bos)
     return Pieces(library, bos, (eos,))
-
-
-def _ids(found: int | None) -> tuple[int, ...]:
-    return () if found is None else (found,)

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import fcntl
 import json
 import os
 import pathlib
@@ -64,9 +65,33 @@ def train_and_save(config: TrainConfig, command: str, console: rich.console.Cons
 
     Raises:
       FileExistsError: `config.out_dir` is taken and `config.overwrite` is false.
-      ValueError: The unfinished run beside `config.out_dir` cannot be gone on with.
+      ValueError: The unfinished run beside `config.out_dir` cannot be gone on with, or another process is in it.
     """
     check_free(config.out_dir, config.overwrite)
+    with _alone(config.out_dir):
+        return _train_and_save(config, command, console)
+
+
+@contextlib.contextmanager
+def _alone(out_dir: str) -> Iterator[None]:
+    """Refuses a second process that would write the same model; the kernel drops the lock with its process."""
+    final = pathlib.Path(out_dir).resolve()
+    final.parent.mkdir(parents=True, exist_ok=True)
+    lock = final.with_name(final.name + ".lock")
+    with lock.open("a") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ValueError(
+                f"out_dir: {out_dir} is being trained by another process; wait, or give another"
+            ) from error
+        try:
+            yield
+        finally:
+            lock.unlink(missing_ok=True)
+
+
+def _train_and_save(config: TrainConfig, command: str, console: rich.console.Console) -> dict[str, Any]:
     corpus = load_corpus()
     checkpoints = Checkpoints.beside(config.out_dir, _origin(config, corpus))
     resumed_after = checkpoints.latest_step()

@@ -51,6 +51,12 @@ class TrainConfig:
         """A config that exists can be trained."""
         if self.model.vocab < VOCAB:
             raise ValueError(f"model.vocab must hold every byte, {VOCAB}; got {self.model.vocab}")
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be from 0 to {2**32 - 1}, got {self.seed}")
+        if not self.out_dir:
+            raise ValueError("out_dir must name a folder for the model, got ''")
+        if not self.phases:
+            raise ValueError("phases must be at least one, got none")
         for i, phase in enumerate(self.phases):
             if min(phase.steps, phase.context, phase.batch) < 1:
                 raise ValueError(f"phases[{i}]: steps, context and batch must be at least 1, got {phase}")

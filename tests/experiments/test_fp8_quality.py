@@ -267,6 +267,15 @@ def test_tables_and_figures_are_drawn_from_the_run(finished):
     assert own <= experiment.GLOSSARY.keys()
 
 
+def test_a_format_of_many_words_is_a_part_of_its_own(tmp_path):
+    names = ["e4m3_layer:first4:layers0-3:rotated", "int8_channel:4+e4m3_head", "int8_channel:4", "e4m3_head"]
+    with RunDirectory.open(tmp_path / "run") as run_dir:
+        for name in names:
+            with run_dir.part(Case(name, factor=8).part) as part:
+                part.write_json("found", name)
+    assert len(list((tmp_path / "run" / "parts").iterdir())) == 4
+
+
 def test_the_identity_covers_model_and_texts(config):
     resolved = experiment.resolve(config)
     assert resolved.model_sha256
@@ -285,12 +294,15 @@ def test_the_identity_covers_model_and_texts(config):
         ({"passkey_depths": (0.9, 0.1)}, "passkey_depths: expected 1 to 10 ascending numbers from 0 to 1"),
         ({"passkey_schemes": ("f32",)}, "passkey_schemes: expected some of schemes, got f32"),
         ({"passkey_contexts": (60,)}, "passkey_contexts: expected contexts that hold 1 pass keys twice"),
+        ({"schemes": ()}, "schemes: expected at least one"),
+        ({"schemes": ("e4m3_layer:first32",)}, "expected first tokens fewer than context = 32.*got 32"),
+        ({"outlier_schemes": ("e4m3_layer:layers9",)}, "precise_layers: expected layers below 2"),
         ({"block_sizes": (5,)}, "expected divisors of context = 32, got 5"),
         ({"block_sizes": (8,)}, "block_sizes: expected sizes other than block_size"),
         ({"outlier_windows": 3}, "outlier_windows: expected at most windows = 2"),
         ({"outlier_factors": (3,)}, "factor: expected a power of two"),
         ({"context": 128}, "context, greedy_prompt_tokens .*: expected at most 96, .* got 128"),
-        ({"kv_memory": "64 B"}, "budget_bytes must hold a block"),
+        ({"kv_memory": "64 B"}, "kv_memory: expected at least .* got 64"),
     ],
 )
 def test_what_cannot_run_is_refused_before_it_has_a_directory(config, changes, message):

@@ -2,6 +2,7 @@ import dataclasses
 import functools
 import itertools
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,7 @@ def test_a_path_without_a_checkpoint_is_named(tmp_path):
     ("change", "message"),
     [
         ({"vocab": 8}, r"weight embedding should have shape \(8, 6\), found \(7, 6\)"),
+        ({"layers": 10**12}, "expected weights of 1000000000000 layers, got 111 weights in all"),
         ({"layers": 13}, r"weight layers.12.attention.k_proj should have shape \(6, 1, 4\), found None"),
         ({"tied_embeddings": True}, r"weight output should have shape None, found \(7, 6\)"),
     ],
@@ -117,3 +119,20 @@ def test_weights_that_do_not_fit_the_config_are_named(tmp_path, change, message)
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
     with pytest.raises(ValueError, match=message):
         load_checkpoint(tmp_path / "model")
+
+
+def test_weights_that_are_not_those_that_were_saved_are_seen(tmp_path):
+    for seed in (0, 1):
+        save_checkpoint(tmp_path / str(seed), make_model(seed))
+    shutil.rmtree(tmp_path / "0" / "weights")
+    shutil.copytree(tmp_path / "1" / "weights", tmp_path / "0" / "weights")
+    with pytest.raises(ValueError, match=r"0: weights: expected arrays of the hash in weights\.sha256, got others"):
+        load_checkpoint(tmp_path / "0")
+
+
+def test_nothing_but_a_model_is_replaced(tmp_path):
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / "letter.txt").write_text("dear")
+    with pytest.raises(FileExistsError, match=r"home exists and is no folder with a config\.json"):
+        save_checkpoint(tmp_path / "home", make_model(), overwrite=True)
+    assert [p.name for p in tmp_path.rglob("*")] == ["home", "letter.txt"]

@@ -85,6 +85,10 @@ def test_a_tokenizer_goes_with_its_model(run, tmp_path):
         ([*GENERATE, "--kv_format", "bf17"], "error: scheme: expected"),
         ([*GENERATE, "--temperature", "-1"], "error: temperature: expected 0 or more"),
         ([*GENERATE, "--block_size", "0"], "error: block_size"),
+        ([*GENERATE, "--seed", "-1"], "error: seed must be at least 0"),
+        ([*GENERATE, "--seed", str(2**32)], "error: seed: expected less than 2**32"),
+        (["evaluate", __file__], "expected a folder with training.json"),
+        (["convert", "byte_llama", ""], "error: expected a path to write to, got an empty one"),
         (["info", __file__], "error: "),
         (["convert", "nothing", "target"], "error: model: expected"),
     ],
@@ -103,6 +107,24 @@ def test_words_that_are_no_command_are_refused(argv, capsys):
         cli.main(argv)
     assert caught.value.code == 2
     assert "usage: python -m models" in capsys.readouterr().err
+
+
+def test_an_option_that_is_none_is_refused_with_the_usage_of_its_verb(capsys):
+    with pytest.raises(SystemExit):
+        cli.main([*GENERATE, "--tokens", "8"])
+    err = capsys.readouterr().err
+    assert "usage: python -m models generate" in err
+    assert "unrecognized arguments: --tokens 8" in err
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"eos_token_id": "x"}'])
+def test_a_broken_file_beside_a_tokenizer_is_named(run, tmp_path, text):
+    library = byte_level_bpe(["a", "b"], [], [pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    files = {"tokenizer.json": library.to_str(), "generation_config.json": text}
+    save_hugging_face(tmp_path / "model", load_model(find_model("byte_llama")), files)
+    code, _, err = run("generate", "--model", tmp_path / "model", "a")
+    assert code == 2
+    assert str(tmp_path / "model") in err
 
 
 def test_fetch_says_where_the_model_is_or_why_it_is_not(run, monkeypatch, tmp_path):

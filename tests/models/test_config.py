@@ -64,6 +64,8 @@ def test_a_feature_that_cannot_be_is_refused_by_name(change, message):
     [
         ({"kind": "yarn", "factor": 2.0}, "kind must be one of linear, llama3, got 'yarn'"),
         ({"kind": "linear", "factor": 0.0}, "factor must be above 0, got 0.0"),
+        ({"kind": "linear", "factor": float("inf")}, "factor must be above 0 and finite, got inf"),
+        ({"kind": "linear", "factor": "2"}, "factor must be a number, got '2'"),
         (
             {"kind": "llama3", "factor": 8.0, "low_freq_factor": 4.0},
             "high_freq_factor must be above low_freq_factor=4.0",
@@ -102,3 +104,18 @@ def test_a_feature_that_is_off_goes_without_saying():
 def test_a_description_of_something_else_is_refused_by_its_fields():
     with pytest.raises(ValueError, match=r"unknown: \['experts'\], missing: \['ffn', 'vocab'\]"):
         DecoderConfig.of_dict({k: v for k, v in SIZES.items() if k not in ("vocab", "ffn")} | {"experts": 8})
+
+
+@pytest.mark.parametrize("rope_scaling", [3, {"speed": 2}])
+def test_a_scaling_that_is_none_is_refused_with_what_came(rope_scaling):
+    with pytest.raises(ValueError, match="rope_scaling: expected the fields of a RopeScaling, got"):
+        DecoderConfig.of_dict({**SIZES, "rope_scaling": rope_scaling})
+
+
+@pytest.mark.parametrize(
+    "change", [{"vocab": 1.5}, {"layers": True}, {"window": "8"}, {"norm_eps": None}, {"tied_embeddings": [1]}]
+)
+def test_what_is_of_another_kind_is_refused_by_name(change):
+    (name,) = change
+    with pytest.raises(ValueError, match=f"{name} must be "):
+        unchecked.replace(DecoderConfig(**SIZES), **change)

@@ -143,3 +143,10 @@ def test_compilation_is_timed_and_nothing_else_is():
         assert compiled() == before
     jax.jit(lambda x: x - 1)(x)
     assert compiled() == before
+
+
+def test_weights_that_make_no_numbers_are_told_and_not_continued():
+    decode, params = model()
+    broken = jax.tree.map(lambda weight: weight * jnp.nan, params)
+    with pytest.raises(ValueError, match="logits: expected numbers, got NaN"):
+        next(generate(decode, broken, Bytes().encode(PROMPT), Sampling(TOKENS), kv_format=scheme("f32")))

@@ -219,6 +219,15 @@ def test_scales_of_the_first_write_stay_and_what_exceeds_them_is_clipped_and_cou
         assert found.max() <= first.max() * (1 + 1e-6)
 
 
+def test_padding_takes_no_part_in_scales_of_the_first_write():
+    fmt = scheme("int8_head:first_write")
+    k, v = (x[:4].at[2:].multiply(100) for x in inputs()[1:])
+    slots = jnp.array([0, 1, MEMORY.num_slots, MEMORY.num_slots], jnp.int32)
+    layer = store(fmt, new_cache(fmt).layers[0], k, v, Places(slots, 2, BLOCK))
+    largest = np.abs(np.asarray(k[:2].astype(jnp.bfloat16), np.float64)).max((0, 2))
+    np.testing.assert_allclose(layer.k.factor, largest / 127, rtol=1e-6)
+
+
 @pytest.mark.parametrize("scale_type", ["bf16", "pow2"])
 @pytest.mark.parametrize("granularity", ["layer", "head", "block_head", "token_head"])
 def test_coarser_scales_are_rounded_up_and_clip_nothing(granularity, scale_type):

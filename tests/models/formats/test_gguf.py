@@ -143,6 +143,8 @@ def test_scaled_frequencies_are_recognised(tmp_path):
         writer.add_string("llama.rope.scaling.type", "yarn")
 
     assert scaling(None, linear) == RopeScaling("linear", 4.0)
+    write_gguf(path, "llama", config, tensors, more=lambda w: w.add_uint32("llama.attention.sliding_window", 24))
+    assert load_model(path).config == dataclasses.replace(config, window=24)
     with pytest.raises(ValueError, match="expected none or linear, got 'yarn'"):
         scaling(None, yarn)
 

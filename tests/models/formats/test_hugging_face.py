@@ -131,6 +131,10 @@ def test_constants_among_the_weights_of_old_files_mean_nothing(llama):
         ({"hidden_size": "wide"}, "hidden_size: expected a number, got 'wide'"),
         ({"num_hidden_layers": 10**9}, "expected weights of 1000000000 layers, got .* tensors in all"),
         ({"num_attention_heads": 5}, "kv_heads must divide q_heads"),
+        ({"rope_parameters": "x"}, "rope_parameters: expected an object, got 'x'"),
+        ({"rope_scaling": 4.0}, "rope_scaling: expected an object, got 4.0"),
+        ({"architectures": 5}, "architectures: expected one of .*got 5"),
+        ({"hidden_act": ["silu"]}, r"hidden_act: expected one of silu.*got \['silu'\]"),
     ],
 )
 def test_a_config_that_cannot_be_read_is_refused_in_words(llama, words, told):
@@ -164,6 +168,10 @@ def test_an_index_lists_files_that_are_there_and_beside_it(tmp_path):
     first = sorted(set(index["weight_map"].values()))[0]
     (folder / first).rename(tmp_path / first)
     with pytest.raises(ValueError, match=f"missing: {first}"):
+        load_model(folder)
+    second = (folder / sorted(set(index["weight_map"].values()))[1]).read_bytes()
+    (folder / first).write_bytes(second)  # a stale file must not win over another
+    with pytest.raises(ValueError, match="expected each tensor in one file, got several of model"):
         load_model(folder)
     index["weight_map"]["model.norm.weight"] = f"../{first}"
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))

@@ -127,3 +127,10 @@ def test_the_config_for_newcomers_shows_evaluation_and_checkpoints():
     smoke = read_config(str(ROOT / "configs" / "train" / "smoke.yaml"), [])
     assert smoke.evaluate_every
     assert 0 < smoke.checkpoint_every < smoke.steps
+
+
+def test_a_second_process_is_refused_and_the_first_one_leaves_nothing(tmp_path):
+    path, said = str(tmp_path / "model"), "model is being trained by another process"
+    with command._alone(path), pytest.raises(ValueError, match=said), command._alone(path):
+        pytest.fail("two at once")
+    assert not list(tmp_path.iterdir())
