@@ -115,7 +115,7 @@ CASES = {
     "window_by_blocks": (MeshShape(1, 1, 8), WINDOWED, TIGHT | SHARING, "f32", 2, {}),
     "fp8_by_heads": (MeshShape(1, 4, 1), CONFIG, TIGHT, "e4m3_head", 1, {}),
 }
-SOAK = ("sharing", "window_by_blocks", "fp8_by_heads")
+SOAK = ("sharing", "odd_heads", "replicas", "window_by_blocks", "fp8_by_heads")
 
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.soak if n in SOAK else ()) for n in CASES])
