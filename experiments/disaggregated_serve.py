@@ -83,7 +83,7 @@ def serve_pair(
     on_dispatch(len(read) - len(begun))
     if not begun:
         empty = pl.DataFrame(schema={"request": pl.Int32, "blocks": pl.Int32, "there": pl.Int32, "bytes": pl.Int64})
-        return PairServed(steps.with_columns(replica=pl.lit(0, pl.Int32)), read, empty, state)
+        return PairServed(_of(0, steps), read.with_columns(replica=pl.lit(0, pl.Int32)), empty, state)
 
     block = answers.server.device_shape.block_bytes(answers.server.memory.block_size) * _parts(answers.server)
     link_ms = {r: 1000 * parcels[r].blocks * block / link_bytes_per_s for r in begun}
@@ -108,7 +108,8 @@ def serve_pair(
     more, state = _serve(answers, rest, steps_per_dispatch, hand_over)
     answered = _table(rest, state, rest_workload)
     table = _together(read, answered, order)
-    steps = pl.concat([steps.with_columns(replica=pl.lit(0, pl.Int32)), more.with_columns(replica=pl.lit(1, pl.Int32))])
+    steps = pl.concat([_of(0, steps), _of(1, more)])
+    table = table.with_columns(replica=pl.col("request").is_in(order).cast(pl.Int32))
     return PairServed(steps, table, pl.DataFrame(moves).sort("request"), state)
 
 
@@ -137,6 +138,10 @@ def _serve(
         ended |= set(new)
         state = look(state, new)
     return pl.concat(tables), state
+
+
+def _of(replica: int, steps: pl.DataFrame) -> pl.DataFrame:
+    return steps.select(pl.lit(replica, pl.Int32).alias("replica"), pl.all())
 
 
 def _rest(

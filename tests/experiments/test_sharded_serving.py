@@ -66,6 +66,19 @@ def test_memory_and_exchange_are_what_arithmetic_says(finished):
     assert both["collective_bytes_per_step"] == merge + (1 + 2 * 2) * 4 * 16 * 4 + 4 * 64 * 4
 
 
+@pytest.mark.soak
+def test_a_pair_of_meshes_gives_the_same_tokens_and_says_what_moved(finished, tmp_path):
+    folder, _, _ = finished
+    text = YAML.format(model=folder / "model").replace("block_size: 4}", "block_size: 4, prefix_caching: true}")
+    (tmp_path / "config.yaml").write_text(text.replace("[d1m1k1, d1m2k2]", "[d1m1k1]\npairs: [d1m2k1+d1m1k2]"))
+    assert cli.main(["run", str(tmp_path / "config.yaml"), "--out_dir", str(tmp_path / "runs")]) == 0
+    (run,) = (tmp_path / "runs").iterdir()
+    values = json.loads((run / "summary.json").read_text())["results"]["d1m2k1+d1m1k2"]
+    assert values["tokens_equal"]
+    assert values["moved_bytes"] == values["moved_blocks"] * 4 * 2 * 2 * 2 * 8 * 4 > 0
+    assert values["devices"] == 4
+
+
 def test_the_report_is_there(finished):
     _, run, _ = finished
     page = (run / "report.html").read_text()
