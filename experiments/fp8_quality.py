@@ -14,7 +14,7 @@ from experiments.quality_capacity import capacity_of, running_requests
 from experiments.quality_config import Config, all_schemes, cases, check
 from experiments.quality_evaluate import Evaluation
 from experiments.results import Results
-from experiments.run_directory import Folder, RunDirectory
+from experiments.run_directory import RunDirectory
 from experiments.workloads.config import load_workload, with_sha256
 from paxkv.capacity import kv_budget, parse_size
 from paxkv.kv_format import KVFormat, scheme
@@ -85,15 +85,15 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
 
 def _collect(config: Config, evaluation: Evaluation, run_dir: RunDirectory) -> dict[str, dict[str, Any]]:
     """Results from finished parts, and the tables that figures are drawn from."""
-    reference = _part(run_dir, "reference")
-    capacities = _part(run_dir, "capacity").read_json("found")
+    reference = run_dir.require_part("reference")
+    capacities = run_dir.require_part("capacity").read_json("found")
     results: dict[str, dict[str, Any]] = {
         "dense_f32": quality_metrics.summarise_losses(reference.read_parquet("dense"))
     }
     passkeys: dict[str, dict[str, Any]] = {}
     layers: list[dict[str, Any]] = []
     for case in cases(config):
-        part = _part(run_dir, case.part)
+        part = run_dir.require_part(case.part)
         found = part.read_json("found")
         errors = found.pop("attention_errors")
         layers += [{"case": case.name, "layer": i, "attention_error": error} for i, error in enumerate(errors)]
@@ -207,10 +207,3 @@ def _number(found: Any, metric: str) -> float:
 
 def _plain(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if not name.endswith("_expected")}
-
-
-def _part(run_dir: RunDirectory, name: str) -> Folder:
-    part = run_dir.finished_part(name)
-    if part is None:
-        raise RuntimeError(f"part {name!r} of {run_dir.path} is missing")
-    return part

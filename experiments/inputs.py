@@ -15,7 +15,7 @@ from models.checkpoint import load_checkpoint, load_record, model_sha256
 from models.decoder import Decode, Params, make_decode
 from models.text import load_corpus
 from paxkv.engine import PLAIN_F32
-from paxkv.kv_format import KVFormat
+from paxkv.kv_format import KVFormat, scheme
 from paxkv.model_shapes import KVShape
 
 
@@ -28,6 +28,20 @@ class Inputs(NamedTuple):
     workload: Workload
     prompts: Int32[np.ndarray, "requests max_prompt"]
     facts: dict[str, Any]  # for the manifest
+
+
+def uncalibrated_format(name: str) -> KVFormat:
+    """The format of a name, for a server that reads no text beforehand.
+
+    Raises:
+      ValueError: the name is none, or its scales need a calibration.
+    """
+    fmt = scheme(name)
+    if "static" in (fmt.k.calibration, fmt.v.calibration):
+        raise ValueError(
+            f"kv_format: expected one whose scales need no calibration, such as e4m3_token_head, got {name!r}"
+        )
+    return fmt
 
 
 def load_inputs(

@@ -7,9 +7,9 @@ from typing import Any, NamedTuple
 import polars as pl
 
 from experiments import metrics, paged_vs_contiguous_figures
-from experiments.inputs import Inputs, load_inputs
+from experiments.inputs import Inputs, load_inputs, uncalibrated_format
 from experiments.progress import Progress
-from experiments.results import Results, Table
+from experiments.results import Results, Table, columns
 from experiments.run_directory import RunDirectory
 from experiments.serving import Served, serve
 from experiments.token_check import compare_tokens
@@ -19,7 +19,6 @@ from paxkv.config import MemoryConfig, make_memory
 from paxkv.contiguous import VAttention
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine
-from paxkv.kv_format import KVFormat, scheme
 from paxkv.memory import KVMemory
 from paxkv.model_shapes import KVShape
 from paxkv.paged import Paged
@@ -153,7 +152,7 @@ def _prepare(config: Config) -> _Setup:
         raise ValueError(f"near_tie: expected a finite difference of logits, 0 or more, got {config.near_tie}")
     require_int("steps_per_dispatch", config.steps_per_dispatch)
     budget_bytes = kv_budget(parse_size(config.kv_memory, "kv_memory"), config.memory_fraction)
-    fmt = _kv_format(config)
+    fmt = uncalibrated_format(config.kv_format)
     inputs = load_inputs(config.model, config.model_sha256, config.workload, config.max_model_len, config.seed, fmt)
     memories = {name: _make_memory(name, config, inputs, budget_bytes) for name in config.memories}
     _check_swapping(config.policy, memories)
@@ -206,16 +205,6 @@ def _check_swapping(policy: Policy, memories: dict[str, KVMemory[Any]]) -> None:
         )
 
 
-def _kv_format(config: Config) -> KVFormat:
-    fmt = scheme(config.kv_format)
-    if "static" in (fmt.k.calibration, fmt.v.calibration):
-        raise ValueError(
-            "kv_format: expected one whose scales need no calibration, such as e4m3_token_head, got "
-            f"{config.kv_format!r}"
-        )
-    return fmt
-
-
 def _make_memory(name: str, config: Config, inputs: Inputs, budget_bytes: int) -> KVMemory[Any]:
     shape = inputs.shape
     try:
@@ -225,7 +214,7 @@ def _make_memory(name: str, config: Config, inputs: Inputs, budget_bytes: int) -
             budget_bytes,
             config.rows,
             config.max_model_len,
-            kv_format=_kv_format(config).name,
+            kv_format=uncalibrated_format(config.kv_format).name,
             windows=inputs.decode.config.windows,
             max_chunk=config.token_budget,
         )
@@ -264,15 +253,8 @@ def _write(part: Any, served: Served, memory: KVMemory[Any], budget_slots: float
 
 def _gather(run_dir: RunDirectory, names: list[str], table: str) -> pl.DataFrame:
     """The parts' tables below one another, with a column that names the memory."""
-    frames = [_part(run_dir, name).read_parquet(f"{table}.parquet") for name in names]
+    frames = [run_dir.require_part(name).read_parquet(f"{table}.parquet") for name in names]
     return pl.concat(f.select(pl.lit(n).alias("memory"), pl.all()) for n, f in zip(names, frames, strict=True))
-
-
-def _part(run_dir: RunDirectory, name: str) -> Any:
-    part = run_dir.finished_part(name)
-    if part is None:
-        raise RuntimeError(f"part {name!r} of {run_dir.path} is missing")
-    return part
 
 
 def _results(config: Config, run_dir: RunDirectory, setup: _Setup) -> dict[str, dict[str, Any]]:
@@ -307,7 +289,7 @@ def _reference(config: Config, run_dir: RunDirectory, requests: pl.DataFrame) ->
     """What served the requests whose tokens are right, and these."""
     first = next(iter(config.memories))
     if _names_kernels(config):
-        frame = _part(run_dir, REFERENCE_PART).read_parquet("requests.parquet")
+        frame = run_dir.require_part(REFERENCE_PART).read_parquet("requests.parquet")
         return f"{first} with kernels: {REFERENCE_KERNELS}", frame
     return first, requests.filter(pl.col("memory") == first)
 
@@ -359,23 +341,9 @@ _IF_ANY = ("swapped_out_blocks", "swapped_in_blocks", "hit_tokens", "blocks_save
 
 def tables(results: Results) -> list[Table]:
     """The figures that tell the memories apart, a column for each."""
-
-    def cell(value: Any, form: str) -> str:
-        match value:
-            case None:
-                return "-"
-            case bool():
-                return "yes" if value else "no"
-        return form.format(value)
-
-    rows = [
-        [label, *(cell(values.get(metric), form) for values in results.values())]
-        for metric, (label, form) in _ROWS.items()
-        if metric not in _IF_ANY or any(values[metric] for values in results.values())
-    ]
-    return [
-        Table(["", *results], rows, "; ".join(["The same requests and KV budget under each memory", *_notes(results)]))
-    ]
+    shown = {m: row for m, row in _ROWS.items() if m not in _IF_ANY or any(values[m] for values in results.values())}
+    title = "; ".join(["The same requests and KV budget under each memory", *_notes(results)])
+    return [columns(results, shown, title)]
 
 
 def _notes(results: Results) -> list[str]:

@@ -13,7 +13,7 @@ from experiments import metrics, parallel_sampling_figures
 from experiments.inputs import Inputs, load_inputs
 from experiments.progress import Progress
 from experiments.results import Results
-from experiments.run_directory import Folder, RunDirectory
+from experiments.run_directory import RunDirectory
 from experiments.serving import serve
 from experiments.token_check import compare_tokens, scores_without_cache
 from experiments.workloads.config import WorkloadConfig, with_sha256
@@ -156,7 +156,7 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
             with progress.task(case.name, total=inputs.workload.num_requests * case.width) as advance:
                 _serve(config, inputs, case, run_dir, advance)
     for table in ("steps", "requests"):
-        frames = [_labelled(case, _part(run_dir, case.name).read_parquet(table)) for case in cases(config)]
+        frames = [_labelled(case, run_dir.require_part(case.name).read_parquet(table)) for case in cases(config)]
         run_dir.write_parquet(table, pl.concat(frames, how="diagonal"))
     found = {case.name: _measure(config, inputs, case, run_dir) for case in cases(config)}
     rates = [{"mode": c.mode, "width": c.width, "shares": c.shares} | found[c.name] for c in cases(config)]
@@ -223,7 +223,7 @@ def _serve(config: Config, inputs: Inputs, case: Case, run_dir: RunDirectory, ad
 
 
 def _measure(config: Config, inputs: Inputs, case: Case, run_dir: RunDirectory) -> dict[str, Any]:
-    part = _part(run_dir, case.name)
+    part = run_dir.require_part(case.name)
     steps, requests = part.read_parquet("steps"), part.read_parquet("requests")
     block_bytes = inputs.shape.block_bytes(config.block_size)
     found = metrics.memory_metrics(steps) | metrics.request_metrics(requests)
@@ -249,7 +249,7 @@ def _miscounted(steps: pl.DataFrame, capacity: int, shares: bool) -> int:
 
 def _compare_samples(config: Config, requests: pl.DataFrame, run_dir: RunDirectory, case: Case) -> dict[str, Any]:
     """Samples that share are the same as those that do not."""
-    alone = _part(run_dir, case._replace(shares=False).name).read_parquet("requests")
+    alone = run_dir.require_part(case._replace(shares=False).name).read_parquet("requests")
     same = compare_tokens(alone, requests, config.near_tie)
     return {
         "tokens_equal": same.unexplained == 0,
@@ -308,10 +308,3 @@ def _expected_order(results: Results) -> Iterator[tuple[str, str]]:
     for mode, own in widths.items():
         yield from ((f"{mode}-{fewer}", f"{mode}-{more}") for fewer, more in itertools.pairwise(own))
     yield from ((f"sampling-{width}", f"beam-{width}") for width in widths["sampling"] if width in widths["beam"])
-
-
-def _part(run_dir: RunDirectory, name: str) -> Folder:
-    part = run_dir.finished_part(name)
-    if part is None:
-        raise RuntimeError(f"part {name!r} of {run_dir.path} is missing")
-    return part

@@ -24,7 +24,7 @@ from experiments.prefix_prompts import SyntheticPrompts
 from experiments.prefix_replay import replay
 from experiments.progress import Progress
 from experiments.results import Results
-from experiments.run_directory import Folder, RunDirectory
+from experiments.run_directory import RunDirectory
 from experiments.workloads import WorkloadConfig, load_workload, with_sha256
 from paxkv.model_shapes import model_shape
 from paxkv.sizes import require_int
@@ -151,12 +151,12 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
                 part.write_parquet("prompts.parquet", frame)
                 part.write_json("found.json", found)
                 part.write_json("time.json", {"wall_s": wall_s})
-    results = {name: _part(run_dir, name).read_json("found.json") for name in parts(config)}
+    results = {name: run_dir.require_part(name).read_json("found.json") for name in parts(config)}
     run_dir.write_parquet("caches.parquet", _caches(config, results))
     run_dir.write_parquet(
         "prompts.parquet",
         pl.concat(
-            _part(run_dir, name).read_parquet("prompts.parquet").select(pl.lit(name).alias("cache"), pl.all())
+            run_dir.require_part(name).read_parquet("prompts.parquet").select(pl.lit(name).alias("cache"), pl.all())
             for name in parts(config)
         ),
     )
@@ -232,10 +232,3 @@ def _caches(config: Config, results: Results) -> pl.DataFrame:
         [{"cache": case.name, **case._asdict(), **{r: results[case.name][r] for r in rates}} for case in cases(config)],
         schema_overrides={"cache_tokens": pl.Int64},
     )
-
-
-def _part(run_dir: RunDirectory, name: str) -> Folder:
-    part = run_dir.finished_part(name)
-    if part is None:
-        raise RuntimeError(f"part {name!r} of {run_dir.path} is missing")
-    return part

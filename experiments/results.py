@@ -71,6 +71,24 @@ def render(tables: Sequence[Table], console: rich.console.Console) -> None:
         console.print(grid)
 
 
+def columns(results: Results, rows: Mapping[str, tuple[str, str]], title: str) -> Table:
+    """A table with a column for each name, and a row for each metric that is given a label and a format."""
+
+    def cell(value: Value, form: str) -> str:
+        match value:
+            case None:
+                return "-"
+            case bool():
+                return "yes" if value else "no"
+        return form.format(value)
+
+    cells = [
+        [label, *(cell(values.get(metric), form) for values in results.values())]
+        for metric, (label, form) in rows.items()
+    ]
+    return Table(["", *results], cells, title)
+
+
 def table(results: Results, modelled: frozenset[str]) -> Table:
     """Results as one table, in the shape that suits them.
 

@@ -104,6 +104,17 @@ class RunDirectory(Folder):
         path = self.path / _PARTS / _checked(name)
         return Folder(path) if path.is_dir() else None
 
+    def require_part(self, name: str) -> Folder:
+        """The files of a part that must be there by now.
+
+        Raises:
+          RuntimeError: it is not.
+        """
+        part = self.finished_part(name)
+        if part is None:
+            raise RuntimeError(f"part {name!r} of {self.path} is missing")
+        return part
+
     @contextlib.contextmanager
     def part(self, name: str) -> Iterator[Folder]:
         """A folder to write one part into; the part exists once the block ends without an exception.

@@ -11,7 +11,7 @@ import jax
 from experiments import jax_setup
 from experiments.collectives import read_collectives, totals
 from experiments.sharded_model import work_of
-from experiments.sharded_setup import Server, Serving, make_server, parse_mesh
+from experiments.sharded_setup import Server, Serving, device_shape, make_server, parse_mesh
 from experiments.sharded_step import decode_step, deep_arguments, expected_exchanges, merge_exchanges
 from models.config import DecoderConfig
 from models.deep import abstract_stacked
@@ -106,11 +106,7 @@ def compile_step(
     weight_bytes = shard_bytes(weights)
     copied = (weights["layers"][part].get(name) for part in ("attention", "ffn") for name in _LAID_OUT_ANEW)
     copy_bytes = shard_bytes(list(copied)) if laid_out_anew else 0
-    kv_shape = dataclasses.replace(
-        fmt.shape(config.layers, config.kv_heads, config.head_dim),
-        tensor_parallel=shape.model,
-        replicate_kv_heads=replicate_kv_heads and shape.model > 1,
-    )
+    kv_shape = device_shape(config, shape, fmt, replicate_kv_heads)
     facts = {
         "devices": shape.size,
         "replicas": shape.data,

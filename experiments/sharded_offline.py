@@ -135,7 +135,10 @@ def run(config: Any, run_dir: RunDirectory, progress: Progress) -> dict[str, dic
             with run_dir.part(case.part) as part:
                 part.write_json("outcome.json", dataclasses.asdict(outcome))
             advance(note=case.name)
-    found = {case.name: _row(config, case, _part(run_dir, case)) for case in cases(config)}
+    found = {
+        case.name: _row(config, case, run_dir.require_part(case.part).read_json("outcome.json"))
+        for case in cases(config)
+    }
     run_dir.write_json("compiled.json", found)
     return {
         name: {metric: value for metric, value in row.items() if metric != "work"}
@@ -163,13 +166,6 @@ def _compile(config: Any, case: Case) -> offline.Outcome:
         environment=sharded_job.environment(case.target),
         time_limit_s=asked.time_limit_s,
     )
-
-
-def _part(run_dir: RunDirectory, case: Case) -> dict[str, Any]:
-    part = run_dir.finished_part(case.part)
-    if part is None:
-        raise RuntimeError(f"part {case.part!r} of {run_dir.path} is missing")
-    return part.read_json("outcome.json")
 
 
 def _row(config: Any, case: Case, outcome: Mapping[str, Any]) -> dict[str, Any]:

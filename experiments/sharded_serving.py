@@ -12,10 +12,10 @@ import polars as pl
 from experiments import jax_setup, metrics, plots, sharded_figures, sharded_offline
 from experiments.collectives import read_collectives
 from experiments.disaggregated_serve import Side, serve_pair
-from experiments.inputs import Inputs, load_inputs
+from experiments.inputs import Inputs, load_inputs, uncalibrated_format
 from experiments.processes import agreed
 from experiments.progress import Advance, Progress
-from experiments.results import Results, Table
+from experiments.results import Results, Table, columns
 from experiments.run_directory import RunDirectory
 from experiments.sharded_config import Config
 from experiments.sharded_serve import serve
@@ -122,7 +122,9 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
         return {}  # the first process has what was finished before
     for table in ("steps", "requests"):
         frames = [
-            _part(run_dir, part_of(name)).read_parquet(f"{table}.parquet").select(pl.lit(name).alias("mesh"), pl.all())
+            run_dir.require_part(part_of(name))
+            .read_parquet(f"{table}.parquet")
+            .select(pl.lit(name).alias("mesh"), pl.all())
             for name in (*config.meshes, *config.pairs)
         ]
         run_dir.write_parquet(f"{table}.parquet", pl.concat(frames))
@@ -162,12 +164,7 @@ def _serve_pair(
 
 
 def _inputs(config: Config) -> Inputs:
-    fmt = scheme(config.kv_format)
-    if "static" in (fmt.k.calibration, fmt.v.calibration):
-        raise ValueError(
-            "kv_format: expected one whose scales need no calibration, such as e4m3_token_head, got "
-            f"{config.kv_format!r}"
-        )
+    fmt = uncalibrated_format(config.kv_format)
     return load_inputs(config.model, config.model_sha256, config.workload, config.max_model_len, config.seed, fmt)
 
 
@@ -219,13 +216,6 @@ def _device_facts(server: Server, params: Any, cache: Any) -> dict[str, Any]:
     }
 
 
-def _part(run_dir: RunDirectory, name: str) -> Any:
-    part = run_dir.finished_part(name)
-    if part is None:
-        raise RuntimeError(f"part {name!r} of {run_dir.path} is missing")
-    return part
-
-
 def _results(config: Config, run_dir: RunDirectory) -> dict[str, dict[str, Any]]:
     steps, requests = run_dir.read_parquet("steps.parquet"), run_dir.read_parquet("requests.parquet")
     budget = parse_size(config.kv_memory, "kv_memory")
@@ -233,7 +223,7 @@ def _results(config: Config, run_dir: RunDirectory) -> dict[str, dict[str, Any]]
     compared = metrics.served_by_all(requests)
     found: dict[str, dict[str, Any]] = {}
     for name in (*config.meshes, *config.pairs):
-        facts = _part(run_dir, part_of(name)).read_json("devices.json")
+        facts = run_dir.require_part(part_of(name)).read_json("devices.json")
         own, own_steps = requests.filter(pl.col("mesh") == name), steps.filter(pl.col("mesh") == name)
         served = ~reference["reason"].str.starts_with("refused") & ~own["reason"].str.starts_with("refused")
         same = compare_tokens(reference.filter(served), own.filter(served), config.near_tie)
@@ -305,21 +295,8 @@ def tables(results: Results) -> list[Table]:
     """A column for each mesh; of what is compiled, a line."""
     if _compiled(results):
         return sharded_offline.tables(results)
-
-    def cell(value: Any, form: str) -> str:
-        match value:
-            case None:
-                return "-"
-            case bool():
-                return "yes" if value else "no"
-        return form.format(value)
-
-    rows = [
-        [label, *(cell(values.get(metric), form) for values in results.values())]
-        for metric, (label, form) in _ROWS.items()
-        if any(metric in values for values in results.values())
-    ]
-    return [Table(["", *results], rows, "The same requests, and the same memory on each device, on each mesh")]
+    shown = {m: row for m, row in _ROWS.items() if any(m in values for values in results.values())}
+    return [columns(results, shown, "The same requests, and the same memory on each device, on each mesh")]
 
 
 def figures(run_path: pathlib.Path) -> list[plots.Figure]:

@@ -78,6 +78,13 @@ def part_of(name: str) -> str:
     return name.replace("+", "-")
 
 
+def device_shape(config: DecoderConfig, shape: MeshShape, kv_format: KVFormat, replicate_kv_heads: bool) -> KVShape:
+    """Keys and values of a model as one device of a mesh stores them."""
+    whole = kv_format.shape(config.layers, config.kv_heads, config.head_dim)
+    replicated = replicate_kv_heads and shape.model > 1
+    return dataclasses.replace(whole, tensor_parallel=shape.model, replicate_kv_heads=replicated)
+
+
 def make_server(
     config: DecoderConfig, shape: MeshShape, serving: Serving, devices: Sequence[Any] | None = None
 ) -> Server:
@@ -89,10 +96,7 @@ def make_server(
     mesh = make_mesh(
         shape, config.q_heads, config.kv_heads, replicate_kv_heads=serving.replicate_kv_heads, devices=devices
     )
-    whole = serving.kv_format.shape(config.layers, config.kv_heads, config.head_dim)
-    of_device = dataclasses.replace(
-        whole, tensor_parallel=shape.model, replicate_kv_heads=serving.replicate_kv_heads and shape.model > 1
-    )
+    of_device = device_shape(config, shape, serving.kv_format, serving.replicate_kv_heads)
     memory = _memory(shape, serving, of_device)
     engine = Engine(
         memory,

@@ -7,7 +7,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding
 from jaxtyping import Array, Int32
 
 from models.config import DecoderConfig
@@ -18,7 +18,8 @@ from paxkv.block_tables import BlockTable
 from paxkv.deep_attend import DeepAttend, init_deep_cache
 from paxkv.kv_cache import KVCache
 from paxkv.paged import Paged
-from paxkv.sharded_engine import ShardedEngine, abstract_cache
+from paxkv.sharded_engine import ShardedEngine, abstract_cache, as_replica, on_devices, one_replica, specs_of
+from paxkv.sharding import partition
 
 DecodeStep = Callable[..., tuple[Int32[Array, " rows"], KVCache]]
 
@@ -51,24 +52,18 @@ def decode_step(sharded: ShardedEngine, *, deep: bool = False) -> DecodeStep:
         slots = memory.slots(state, row, lengths - 1)
         cu_lens = jnp.arange(memory.rows + 1, dtype=jnp.int32)
         attend = MemoryAttend(state, (slots,), cu_lens, memory, engine.kv_format, 1, engine.backend)
-        one = jax.tree.map(lambda x: x[0], cache)
+        one = one_replica(cache)
         if deep:
             run, attend = DeepDecode(decode.config, decode.split), DeepAttend(attend, decode.config.layers)
         else:
             run = decode
         logits, one = run(params, tokens, lengths - 1, row, one, attend)
-        return jnp.argmax(logits, axis=1).astype(jnp.int32), jax.tree.map(lambda x: x[None], one)
+        return jnp.argmax(logits, axis=1).astype(jnp.int32), as_replica(one)
 
     def step(params: Any, cache: KVCache, *batch: jax.Array) -> tuple[jax.Array, KVCache]:
-        of_params, of_cache = (jax.tree.map(lambda x: jax.typeof(x).sharding.spec, tree) for tree in (params, cache))
-        whole = PartitionSpec()
-        run = jax.shard_map(
-            on_device,
-            mesh=sharded.mesh,
-            in_specs=(of_params, of_cache, *[whole] * len(batch)),
-            out_specs=(whole, of_cache),
-            check_vma=False,
-        )
+        of_cache, whole = specs_of(cache), partition(())
+        ins = (specs_of(params), of_cache, *[whole] * len(batch))
+        run = on_devices(sharded, on_device, ins, (whole, of_cache))
         return run(params, cache, *batch)
 
     return step
@@ -92,7 +87,7 @@ def deep_arguments(sharded: ShardedEngine, config: DecoderConfig) -> tuple[Any, 
     def new_cache() -> KVCache:
         return init_deep_cache(config.layers, memory, config.kv_heads, config.head_dim, sharded.engine.kv_format)
 
-    whole = NamedSharding(sharded.mesh, PartitionSpec())
+    whole = NamedSharding(sharded.mesh, partition(()))
     batch = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=whole) for x in batch_of(memory)]
     weights = abstract_stacked(config, sharded.mesh, sharded.rules)
     return weights, abstract_cache(sharded, new_cache), *batch

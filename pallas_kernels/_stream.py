@@ -122,7 +122,6 @@ def stream_attention(
     seqs = kv_lens.shape[0]
     q_lens = jnp.where(kv_lens > 0, cu_q_lens[1:] - cu_q_lens[:-1], 0)
     read_new = k_new is not None
-    first_tokens = 0
 
     def stored_ends(tiles: QueryTiles) -> Int32[Array, " tiles"]:
         return tiles.num_stored if read_new else tiles.kv_ends
