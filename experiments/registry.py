@@ -45,9 +45,11 @@ EXPERIMENTS: Mapping[str, str] = {
     "fuzz": "experiments.fuzz",
     "kernel_bench": "experiments.kernel_bench",
     "paged_vs_contiguous": "experiments.paged_vs_contiguous",
+    "packing": "experiments.packing",
     "parallel_sampling": "experiments.parallel_sampling",
     "prefix_sharing": "experiments.prefix_sharing",
     "sharded_serving": "experiments.sharded_serving",
+    "vattention": "experiments.vattention",
 }
 
 
