@@ -177,7 +177,7 @@ def figures(run_path: pathlib.Path) -> list[plots.Figure]:
     axes.set_yscale("log")
     axes.set_ylabel("requests")
     axes.yaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:,g}"))
-    plots.legend(axes)
+    plots.legend(axes, columns=3)
     waste_figure, waste_axes = plots.canvas()
     for name, style in styles.items():
         one = waste.filter(trace=name).drop_nulls().sort("block_size")  # without the reservation
@@ -187,7 +187,7 @@ def figures(run_path: pathlib.Path) -> list[plots.Figure]:
     waste_axes.xaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:g}"))
     waste_axes.yaxis.set_major_formatter(matplotlib.ticker.StrMethodFormatter("{x:g}%"))
     waste_axes.set_xlabel("tokens in a block")
-    plots.legend(waste_axes)
+    plots.legend(waste_axes, columns=3)
     return [
         plots.Figure(
             "Requests that fit at once",

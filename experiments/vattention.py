@@ -1,13 +1,12 @@
 """vAttention: what its pages hold and cost, held against what its authors and others published."""
 
 import dataclasses
-import pathlib
 from typing import Any, Literal
 
 import polars as pl
 import rich.console
 
-from experiments import files, plots, published, results, vattention_sizes
+from experiments import published, results, vattention_sizes
 from experiments.progress import Progress
 from experiments.published import Published
 from experiments.results import Results, Table
@@ -96,49 +95,30 @@ def render(found: Results, console: rich.console.Console) -> None:
     console.print(published.headline(found))
 
 
-def figures(run_path: pathlib.Path) -> list[plots.Figure]:
-    """Tokens of a page by its size: one line for each model and degree of tensor parallelism."""
-    frame = files.read_parquet(run_path / "sizes.parquet")
-    lines: dict[str, tuple[list[str], list[int]]] = {}
-    for case, block_size in frame.select("case", "block_size").iter_rows():
-        model, degree, page, *element = case.split("/")
-        pages, sizes = lines.setdefault(" ".join((model, degree, *element)), ([], []))
-        pages.append(page)
-        sizes.append(block_size)
-    figure, axes = plots.canvas(height=4.2)
-    for name, style in plots.memory_styles(lines).items():
-        axes.plot(*lines[name], marker="o", **style)
-    axes.set_yscale("log", base=2)
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.set_ylabel("tokens in a page")
-    axes.set_xlabel("page")
-    axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), handlelength=1.8)
-    return [
-        plots.Figure(
-            "Tokens in a page",
-            "Twice as many with half the heads on a device or half the bytes of an element: the same page wastes more.",
-            figure,
-        )
-    ]
-
-
 def _sizes(config: Config) -> dict[str, dict[str, Any]]:
     return vattention_sizes.page_sizes(config.models, config.element_bytes, config.pages, config.map_call_us)
 
 
 def _tables(found: Results) -> list[Table]:
     blocks: dict[str, dict[str, str]] = {}
-    pages: list[list[str]] = []
+    pages: dict[tuple[str, str], list[str]] = {}  # the same for all degrees and elements, but for a token of waste
     for name, metrics in found.items():
         if "block_size" in metrics:
             model, degree, page, *element = name.split("/")
             blocks.setdefault(" ".join((model, degree, *element)), {})[page] = f"{metrics['block_size']:,}"
-            if degree == "tp1" or "map_ms" in metrics:
-                pages.append([name, *(_cell(metrics, metric) for metric in _PAGE_COLUMNS)])
+            pages.setdefault((model, page), [name, *(_cell(metrics, metric) for metric in _PAGE_COLUMNS)])
     headings = list(dict.fromkeys(page for row in blocks.values() for page in row))
     tables = [
-        Table(["", *headings], [[name, *row.values()] for name, row in blocks.items()], "Tokens in a page"),
-        Table(["", *(results.label(metric, MODELLED) for metric in _PAGE_COLUMNS)], pages, "A page group, per device"),
+        Table(
+            ["", *headings],
+            [[name, *row.values()] for name, row in blocks.items()],
+            "Tokens in a page; 1B: of one-byte elements",
+        ),
+        Table(
+            ["", *(results.label(metric, MODELLED) for metric in _PAGE_COLUMNS)],
+            list(pages.values()),
+            "A page group, per device",
+        ),
     ]
     for title, prefix in (("Virtual memory", "virtual/"), ("Pages that kept blocks strand", "stride/")):
         some = {name: metrics for name, metrics in found.items() if name.startswith(prefix)}
