@@ -159,20 +159,25 @@ def _figure(
     """The metric over the first axis: a line for each result, and for each value of the other axes."""
     first, *others = facts["axes"]
     others = [axis for axis in others if len(facts["axes"][axis]) > 1]
+    there = points.filter(pl.col(metric).is_not_null())
+    numbers = there[first].dtype.is_numeric() and there[first].is_finite().all()
+    if numbers:
+        there = there.sort(first, maintain_order=True)
     lines: dict[str, tuple[list[Any], list[Any]]] = {}
-    for row in points.filter(pl.col(metric).is_not_null()).iter_rows(named=True):
+    for row in there.iter_rows(named=True):
         name = ", ".join([row["result"], *(f"{axis}={row[axis]}" for axis in others)])
-        for values, value in zip(lines.setdefault(name, ([], [])), (row[first], row[metric]), strict=True):
-            values.append(value)
+        places, values = lines.setdefault(name, ([], []))
+        places.append(row[first] if numbers else str(row[first]))
+        values.append(row[metric])
     few = len(lines) <= _LINES
     figure, axes = plots.canvas(height=3.2 + (0.1 * len(lines) if few else 0))
     for name, style in plots.memory_styles(lines).items():
         axes.plot(*lines[name], marker="o", **style)
-    if points[first].dtype.is_numeric():
-        places = points[first].unique().sort().to_list()
-        if places[0] > 0 and places[-1] >= 8 * places[0]:
+    if numbers:
+        ticks = there[first].unique().sort().to_list()
+        if ticks[0] > 0 and ticks[-1] >= 8 * ticks[0]:
             axes.set_xscale("log", base=2)
-        axes.set_xticks(places, [f"{place:,g}" for place in places])
+        axes.set_xticks(ticks, [f"{tick:,g}" for tick in ticks])
         axes.minorticks_off()
     axes.set_xlabel(first)
     axes.set_ylabel(results.label(metric, experiment.modelled))
