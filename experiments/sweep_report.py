@@ -21,7 +21,6 @@ from experiments.results import Table, Value
 from experiments.run_directory import REPORT, SWEEP, RunDirectory
 from experiments.sweep_axes import Point
 
-_COLUMNS = 8  # metrics that a terminal has room for
 _LINES = 20  # lines that a legend can tell apart
 
 
@@ -53,9 +52,8 @@ def show(path: pathlib.Path, experiment: registry.Experiment, console: rich.cons
     facts, points = files.read_json(path / SWEEP), files.read_parquet(path / "points.parquet")
     metrics = [name for name in points.columns if name not in {*facts["axes"], "run", "status", "result"}]
     metric = _plotted(facts["metric"], points, metrics)
-    table = _table(facts, points, metric, metrics, experiment)
-    files.write_text(path / REPORT, _page(facts, points, metric, metrics, table, experiment))
-    results.render([table], console)
+    files.write_text(path / REPORT, _page(facts, points, metric, metrics, experiment))
+    results.render([_table(facts, points, metric, metrics, experiment, console.width)], console)
     for failure in _failures(facts):
         print(f"check failed: {failure}", file=sys.stderr)
     print(f"report: {path / REPORT}", file=sys.stderr)
@@ -130,14 +128,23 @@ def _table(
     metric: str | None,
     metrics: Sequence[str],
     experiment: registry.Experiment,
+    width: int,
 ) -> Table:
-    """The results that have the plotted metric, with it first and as many others as there is room for."""
+    """The results that have the plotted metric, with it first and as many others as have room in `width` characters."""
     rows = points if metric is None else points.filter(pl.col(metric).is_not_null() | pl.col("result").is_null())
-    there = [name for name in metrics if name != metric and rows[name].null_count() < len(rows)]
-    shown = [*([metric] if metric else []), *there][:_COLUMNS]
-    over = f"{facts['experiment']} over {', '.join(facts['axes'])}: {len(facts['points'])} points"
-    more = "; further metrics are in points.csv" if len(metrics) > len(shown) else ""
-    return _grid(rows, facts, shown, experiment)._replace(title=over + more)
+    shown = [name for name in metrics if name != metric and rows[name].null_count() < len(rows)]
+    shown = [metric, *shown] if metric else shown
+    table = _grid(rows, facts, shown, experiment)
+    while len(shown) > 1 and _width(table) > width:
+        shown = shown[:-1]
+        table = _grid(rows, facts, shown, experiment)
+    title = f"{facts['experiment']} over {', '.join(facts['axes'])}: {len(facts['points'])} points"
+    return table._replace(title=title + ("; further metrics are in points.csv" if len(metrics) > len(shown) else ""))
+
+
+def _width(table: Table) -> int:
+    """Characters of a line in a terminal, with the space between columns."""
+    return sum(3 + max(map(len, column)) for column in zip(table.headings, *table.rows, strict=True))
 
 
 def _grid(
@@ -196,21 +203,18 @@ def _page(
     points: pl.DataFrame,
     metric: str | None,
     metrics: Sequence[str],
-    table: Table,
     experiment: registry.Experiment,
 ) -> str:
     figure = ""
     if metric is not None and points[metric].dtype.is_numeric():
         with plots.style():
             figure = page_parts.figure(_figure(facts, points, metric, experiment), "f0")
-    everything = _grid(points, facts, metrics, experiment)
     runs = [[*point["values"].values(), point["run"], point["status"]] for point in facts["points"]]
     sections = (
         page.header(experiment, _status(facts), facts, facts["question"]),
         section("Points that failed", page_parts.failures(_failures(facts))),
-        section("Results", page_parts.table(table)),
         section("Figure", figure),
-        section("Every metric", page_parts.table(everything) if everything != table._replace(title="") else ""),
+        section("Results", page_parts.table(_grid(points, facts, metrics, experiment))),
         section("What the numbers mean", page_parts.glossary(metrics, experiment.glossary)),
         section("Runs", page_parts.table(Table([*facts["axes"], "run", "status"], runs))),
         section("How it was computed", page.computed_with(facts)),

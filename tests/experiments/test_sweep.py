@@ -92,6 +92,15 @@ def test_one_table_holds_every_metric_of_every_point(call, config):
     assert "fake over memory.block_size, seed: 6 points" in out
 
 
+def test_a_narrow_terminal_has_fewer_metrics_but_whole_names(call, config, monkeypatch):
+    monkeypatch.setattr("rich.console.Console.width", 70)
+    _, out, _ = call("sweep", config, "--axis", "memory.block_size=8,16")
+    header, line = (next(row for row in out.splitlines() if word in row) for word in ("result", " vattention "))
+    assert header.split() == ["memory.block_size", "result", "ttft_ms_p50", "(modelled)"]
+    assert line.split() == ["8", "vattention", "3.000"]
+    assert "further metrics are in points.csv" in " ".join(out.split())
+
+
 def test_one_page_needs_nothing_from_elsewhere_and_says_modelled(call, config):
     call("sweep", config, *AXES)
     page = (the_sweep() / "report.html").read_text()
