@@ -13,7 +13,7 @@ import polars as pl
 from experiments.workloads.workload import Workload
 from paxkv.attend import block_size_of
 from paxkv.capacity import entry_shape
-from paxkv.cost_model import StepCost
+from paxkv.cost_model import CostModel
 from paxkv.engine import Engine, EngineState, StepRecord, all_ended, init_engine, output_tokens, run_steps
 from paxkv.init_cache import init_kv_cache
 from paxkv.kv_cache import KVCache
@@ -126,7 +126,7 @@ def _owning_requests(memory: Any, state: EngineState) -> jax.Array:
     return jnp.where(request == nobody, -1, request)
 
 
-def step_table(record: StepRecord, first_step: int, cost: StepCost) -> pl.DataFrame:
+def step_table(record: StepRecord, first_step: int, cost: CostModel) -> pl.DataFrame:
     """One row a step, without those in which nothing happened. Times are modelled, in ms."""
     flat = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "usage"}
     flat |= {f.name: getattr(record.usage, f.name) for f in dataclasses.fields(record.usage)}

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float32, Int32
 from paxkv.attend import MemoryAttend, check_groups, check_rows, slots_by_group
 from paxkv.beams import choose_beams
 from paxkv.control_flow import run_if
-from paxkv.cost_model import StepCost, step_ticks
+from paxkv.cost_model import CostModel, StepCost, StepWork
 from paxkv.kv_cache import Attend, KVCache, copy_blocks_between, fill_blocks, with_blocks
 from paxkv.kv_format import KVFormat, scheme
 from paxkv.memory import KVMemory, Usage
@@ -64,7 +64,7 @@ class Engine:
     memory: KVMemory[Any]
     decode: Decode
     token_budget: int  # most tokens computed in a step
-    cost: StepCost = dataclasses.field(default_factory=StepCost)
+    cost: CostModel = dataclasses.field(default_factory=StepCost)
     backend: str | tuple[str, ...] | None = None  # of attention and cache writes
     policy: Policy = dataclasses.field(default_factory=Policy)
     kv_format: KVFormat = PLAIN_F32  # in which keys and values are stored
@@ -228,7 +228,16 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
     total = jnp.sum(plan.new_tokens)
     kv_tokens = jnp.sum(jnp.where(plan.new_tokens > 0, seqs.lengths, 0))
     moved_out, moved_in = (jnp.int32(0) if moves is None else moves.count for moves in (plan.moves_out, plan.moves_in))
-    busy = step_ticks(engine.cost, total, kv_tokens, calls.sync - calls_before.sync, moved_out + moved_in)
+    busy = engine.cost.ticks(
+        StepWork(
+            tokens=total,
+            samples=jnp.sum(plan.samples, dtype=jnp.int32),
+            kv_tokens=kv_tokens,
+            pairs=jnp.sum(plan.new_tokens * plan.starts + plan.new_tokens * (plan.new_tokens + 1) // 2),
+            sync_map_calls=calls.sync - calls_before.sync,
+            swapped_blocks=moved_out + moved_in,
+        )
+    )
     idle = ~jnp.any(seqs.active)
     ticks = jnp.where(idle, next_arrival(requests, scheduled) - scheduled.clock, busy)
     now = scheduled.clock + ticks
