@@ -50,15 +50,16 @@ def command(asked: Asked, experiments: Mapping[str, str], console: rich.console.
     def make(changes: Mapping[str, Any]) -> runs.Prepared:
         return runs.prepare(runs.from_raw(configs.assign(raw, changes), comment, asked.path, experiments))
 
-    points = make_points(axes, conditions, asked.overrides, make)
     jax_setup.configure()
+    points = make_points(axes, conditions, asked.overrides, make)
     digest = _digest(axes, points)
     with RunDirectory.open(asked.out_dir / f"sweep-{points[0].run.experiment.name}-{digest[:8]}") as sweep_dir:
         facts = _facts(sweep_dir, asked, points, digest) | _described(axes, conditions)
         sweep_dir.write_json(SWEEP, facts)
         found: list[dict[str, Any]] = []
         for summary in _outcomes(points, asked, sweep_dir.path):
-            if not found and summary["results"]:  # said at once rather than when all is computed
+            if asked.metric is not None and not any(earlier["results"] for earlier in found):
+                # Said at once, rather than when all is computed.
                 sweep_report.require_metric(asked.metric, summary["results"])
             found.append(summary)
         facts |= {"finished": manifest.now(), "points": [_entry(*pair) for pair in zip(points, found, strict=True)]}

@@ -75,20 +75,26 @@ def report(path: pathlib.Path, experiments: Mapping[str, str], console: rich.con
     return show(path, registry.load(files.read_json(path / SWEEP)["experiment"], experiments), console)
 
 
-def require_metric(metric: str | None, found: results.Results) -> None:
-    """Refuses a metric to plot that none of these results has.
+def require_metric(metric: str, found: results.Results) -> None:
+    """Refuses a metric to plot that these results, if there are any, do not have or that is no number.
 
     Raises:
       UserError: naming those there are.
     """
-    there = dict.fromkeys(name for metrics in found.values() for name in metrics)
-    if metric is not None and metric not in there:
-        raise UserError(f"--plot {metric}: expected one of {', '.join(there)}{did_you_mean(metric, there)}")
+    there = [name for metrics in found.values() for name, value in metrics.items() if _is_number(value)]
+    if there and metric not in there:
+        near = did_you_mean(metric, there)
+        raise UserError(f"--plot {metric}: expected a number out of {', '.join(dict.fromkeys(there))}{near}")
+
+
+def _is_number(value: Value) -> bool:
+    """Whether a point may have a number here: None is one that is not defined."""
+    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _plotted(asked: str | None, points: pl.DataFrame, metrics: Sequence[str]) -> str | None:
-    """The metric that is asked for, or else the first that is a fraction, or else a number."""
-    if asked is not None:
+    """The metric that is asked for, or else the first that is a fraction, or else a number; None if there is none."""
+    if asked in metrics:
         return asked
     floats, whole = ([name for name in metrics if points[name].dtype == kind] for kind in (pl.Float64, pl.Int64))
     return next(iter([*floats, *whole]), None)

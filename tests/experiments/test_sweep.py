@@ -133,7 +133,20 @@ def test_a_metric_that_is_none_is_told_after_the_first_point(call, config):
     code, out, err = call("sweep", config, *AXES, "--plot", "ttft_ms_p5")
     assert code == 2
     assert out.count("computing paged") == 1
-    assert "error: --plot ttft_ms_p5: expected one of peak_running, ttft_ms_p50, ok, undefined (did you mean" in err
+    assert (
+        "error: --plot ttft_ms_p5: expected a number out of peak_running, ttft_ms_p50, undefined (did you mean" in err
+    )
+
+
+def test_a_sweep_of_which_nothing_can_be_computed_says_why(call, config, monkeypatch):
+    monkeypatch.setenv("FAKE_STUMBLE", "refuse")
+    code, out, err = call("sweep", config, "--axis", "rows=3,5", "--plot", "peak_running")
+    assert (code, json.loads(out.splitlines()[-1])["status"]) == (1, "unfinished")
+    assert err.count("rows must fit the pool") == 4  # when it happens, and at the end
+    assert (the_sweep() / "report.html").read_text().count("<svg") == 0
+    assert call("sweep", config, "--axis", "rows=3,5", "--plot", "ok")[0] == 1
+    monkeypatch.delenv("FAKE_STUMBLE")
+    assert "--plot ok: expected a number" in call("sweep", config, "--axis", "rows=3,5", "--plot", "ok")[2]
 
 
 def test_a_sweep_that_was_killed_computes_only_what_is_left(call, config, monkeypatch):
