@@ -23,10 +23,11 @@ from paxkv.kv_cache import Attend, KVCache, copy_blocks_between, fill_blocks, wi
 from paxkv.kv_format import KVFormat, scheme
 from paxkv.memory import KVMemory, Usage
 from paxkv.paged import Paged
+from paxkv.queue import next_arrival
 from paxkv.ragged import ragged, tokens_of
 from paxkv.requests import Requests, Status, final_lengths
 from paxkv.sampling import sample
-from paxkv.scheduler import commit, next_arrival, schedule
+from paxkv.scheduler import commit, schedule
 from paxkv.scheduler_state import Plan, Policy, SchedulerState, by_row, init_scheduler
 from paxkv.sizes import require_int
 from paxkv.windows import num_places
@@ -242,8 +243,7 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
     ticks = jnp.where(idle, next_arrival(requests, scheduled) - scheduled.clock, busy)
     now = scheduled.clock + ticks
 
-    stored_at_end = final_lengths(requests, memory.max_len).at[request].get(mode="fill", fill_value=0)
-    used = memory.usage(scheduled.memory, stored_at_end)
+    used = memory.usage(scheduled.memory, final_lengths(requests, memory.max_len, request))
     transcripts, outputs = state.transcripts, state.outputs
     if requests.beams:
         scheduled, transcripts, outputs, tokens = _search(
@@ -255,13 +255,11 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
     calls_after = memory.map_calls(after.memory)
     cache = _wipe(engine, (before.memory, scheduled.memory), after.memory, cache)
 
-    waiting = (scheduled.progress.status == Status.WAITING) & (requests.arrivals <= scheduled.clock)
-    ended = jnp.sum(after.progress.status == Status.ENDED) - jnp.sum(scheduled.progress.status == Status.ENDED)
     record = StepRecord(
         clock=scheduled.clock,
         ticks=ticks,
         running=jnp.sum(seqs.active, dtype=jnp.int32),
-        waiting=jnp.sum(waiting, dtype=jnp.int32),
+        waiting=scheduled.queued,
         new_tokens=total,
         prefill_tokens=jnp.sum(jnp.where(plan.samples & (plan.new_tokens == 1), 0, plan.new_tokens)),
         sampled=jnp.sum(plan.samples, dtype=jnp.int32),
@@ -270,7 +268,7 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
         preempted=plan.preempted,
         recompute_tokens=plan.recompute_tokens,
         hit_tokens=plan.hit_tokens,
-        ended=ended.astype(jnp.int32),
+        ended=jnp.sum(scheduled.row_request != after.row_request, dtype=jnp.int32),
         kv_tokens=kv_tokens,
         usage=used,
         sync_map_calls=calls_after.sync - calls_before.sync,

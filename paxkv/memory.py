@@ -64,6 +64,21 @@ class Ask(NamedTuple):
 @typing.no_type_check
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class Limits:
+    """How much of a memory may be used. Values, not shapes: one compiled program serves many budgets."""
+
+    units: jax.Array  # i32[]; from 1 to the memory's `num_units`
+    watermark: jax.Array  # i32[]; units kept back from admissions while anything runs
+
+
+def limits(units: int, watermark: int = 0) -> Limits:
+    """Host side: these limits."""
+    return Limits(units=jnp.int32(units), watermark=jnp.int32(watermark))
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class Usage:
     """Where the slots of a memory are, in tokens. The four kinds add up to its capacity.
 
@@ -144,8 +159,8 @@ class KVMemory(Protocol[State]):
         """The layers that see the same tokens, group by group: one of all layers unless some have a window."""
         ...
 
-    def init(self) -> State:
-        """The empty memory."""
+    def init(self, limits: Limits | None = None) -> State:
+        """The empty memory; all of it may be used unless `limits` says otherwise."""
         ...
 
     def seqs(self, state: State) -> Seqs:
@@ -171,6 +186,14 @@ class KVMemory(Protocol[State]):
 
     def available(self, state: State) -> Int32[Array, ""]:
         """Units that the sequences in flight can still get without a release."""
+        ...
+
+    def steady_steps(self, state: State, grows: Bool[Array, " rows"], steps: Int32[Array, ""]) -> Int32[Array, ""]:
+        """How many steps, at most `steps`, in each of which these rows store a token, can be one `append`.
+
+        Afterwards the memory is as if `append` and `background` had been called once a step, but for which of its units
+        serves whom. The answer may be too small.
+        """
         ...
 
     def append(
@@ -368,7 +391,7 @@ class SharesNothing:
 
 
 def usage_of_rows(
-    capacity: int,
+    capacity: int | Int32[Array, ""],
     seqs: Seqs,
     given: Int32[Array, " rows"],
     taken: Int32[Array, " rows"],

@@ -150,4 +150,6 @@ def _preempt(
         memory=memory.release(state.memory, victims & lost),
         progress=progress,
         row_request=jnp.where(victims, nobody, state.row_request),
+        queued=state.queued + jnp.sum(victims, dtype=jnp.int32),
+        first=jnp.minimum(state.first, jnp.min(jnp.where(victims, state.row_request, nobody))),
     )

@@ -226,10 +226,11 @@ def _require_search(samples: int, temperature: float, stop_token: int) -> None:
         )
 
 
-def final_lengths(requests: Requests, max_len: int) -> jax.Array:
-    """Tokens that each request has stored when it ends by itself: i32[requests].
+def final_lengths(requests: Requests, max_len: int, ids: jax.Array) -> jax.Array:
+    """Tokens that each of these requests has stored when it ends by itself; 0 for `requests.count`.
 
     Prompt and output, at most `max_len` together, without the last token: nothing comes after it that would attend
     to it, so its keys and values are never computed.
     """
-    return jnp.minimum(requests.prompt_lens + requests.output_lens, max_len) - 1
+    prompt = requests.prompt_lens.at[ids].get(mode="fill", fill_value=1)
+    return jnp.minimum(prompt + requests.output_lens.at[ids].get(mode="fill", fill_value=0), max_len) - 1

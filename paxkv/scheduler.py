@@ -25,12 +25,15 @@ are unknown here: the engine and the simulator run the same code.
 import dataclasses
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from paxkv.control_flow import run_if
 from paxkv.memory import KVMemory
 from paxkv.preemption import discard_parked, make_room
 from paxkv.publish_tokens import publish_granted
+from paxkv.queue import let_in
 from paxkv.requests import Reason, Requests, Status
 from paxkv.scheduler_state import FIRST_COME, Plan, Policy, SchedulerState, by_row, known_tokens
 from paxkv.waiting import admit_waiting
@@ -54,12 +57,11 @@ def schedule(
       policy: what it may choose.
       transcripts: prompt and output so far of each request; needed if memory shares what is equal.
     """
+    state = let_in(requests, state)
     backlog = known_tokens(requests, state.progress, state.row_request) - memory.seqs(state.memory).lengths
     if requests.samples > 1 and memory.can_fork:
         backlog -= _waits_for_others(requests, state, backlog).astype(jnp.int32)
-    # An id is a place in the order of arrival. Who was preempted or overtaken may have younger ones before it.
-    order = jnp.lexsort((state.row_request, backlog > 1))
-    granted = _share_budget(backlog, order, token_budget)
+    granted = _share_budget(backlog, state.row_request, token_budget)
 
     state, victims, recompute_tokens, moves_out = make_room(memory, policy, requests, state, granted)
     granted = jnp.where(victims, 0, granted)
@@ -109,12 +111,21 @@ def _waits_for_others(
 
 
 def _share_budget(
-    backlog: Int32[Array, " rows"], order: Int32[Array, " rows"], token_budget: int
+    backlog: Int32[Array, " rows"], row_request: Int32[Array, " rows"], token_budget: int
 ) -> Int32[Array, " rows"]:
-    """Tokens for each row: the first in order takes what it needs, the next what is left, and so on."""
-    wanted = backlog[order]
-    before = jnp.cumsum(wanted) - wanted
-    return jnp.zeros_like(backlog).at[order].set(jnp.clip(token_budget - before, 0, wanted))
+    """Tokens for each row: the first in order takes what it needs, the next what is left, and so on.
+
+    First those that have caught up, then the others in order of arrival, which is that of their numbers: who was
+    preempted or overtaken may have younger ones in the rows before it.
+    """
+
+    def in_order(_: jax.Array) -> jax.Array:
+        order = jnp.lexsort((row_request, backlog > 1))
+        wanted = backlog[order]
+        before = jnp.cumsum(wanted) - wanted
+        return jnp.zeros_like(backlog).at[order].set(jnp.clip(token_budget - before, 0, wanted))
+
+    return run_if(jnp.sum(backlog) > token_budget, in_order, backlog)
 
 
 def commit(
@@ -195,6 +206,7 @@ def abort(
     ends = unwanted & (progress.status != Status.ENDED)
     leaves = ends.at[state.row_request].get(mode="fill", fill_value=False)
     state = discard_parked(memory, state, ends)
+    waited = ends & (progress.status == Status.WAITING) & (jnp.arange(requests.count) < state.arrived)
     progress = dataclasses.replace(
         progress,
         status=jnp.where(ends, Status.ENDED, progress.status),
@@ -206,11 +218,5 @@ def abort(
         memory=memory.release(state.memory, leaves),
         progress=progress,
         row_request=jnp.where(leaves, requests.count, state.row_request),
+        queued=state.queued - jnp.sum(waited, dtype=jnp.int32),
     )
-
-
-def next_arrival(requests: Requests, state: SchedulerState) -> Int32[Array, ""]:
-    """When the next request arrives, or the clock if none is still to come: where an idle engine jumps to."""
-    to_come = (state.progress.status == Status.WAITING) & (requests.arrivals > state.clock)
-    first = jnp.argmax(to_come)
-    return jnp.where(to_come[first], requests.arrivals[first], state.clock)

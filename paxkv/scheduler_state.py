@@ -64,6 +64,9 @@ class SchedulerState:
     progress: Progress
     row_request: jax.Array  # i32[rows]; the sentinel requests.count for a free row
     clock: jax.Array  # i32[]; ticks
+    arrived: jax.Array  # i32[]; requests that had arrived when the last step was scheduled
+    queued: jax.Array  # i32[]; those of them that wait for a row
+    first: jax.Array  # i32[]; no request with a lower number waits
     places: jax.Array | None = None  # i32[requests]; where a request is parked on the host, `rows` if it is not
 
 
@@ -92,14 +95,16 @@ def init_scheduler(memory: KVMemory[Any], requests: Requests) -> SchedulerState:
         progress=init_progress(requests.count),
         row_request=jnp.full(memory.rows, requests.count, jnp.int32),
         clock=jnp.int32(0),
+        arrived=jnp.int32(0),
+        queued=jnp.int32(0),
+        first=jnp.int32(0),
         places=jnp.full(requests.count, memory.rows, jnp.int32) if memory.host_blocks else None,
     )
 
 
 def known_tokens(requests: Requests, progress: Progress, row_request: Int32[Array, " rows"]) -> Int32[Array, " rows"]:
     """Prompt and output so far of the request in each row, 0 for a free row."""
-    known = requests.prompt_lens + progress.generated
-    return known.at[row_request].get(mode="fill", fill_value=0)
+    return by_row(requests.prompt_lens, row_request, 0) + by_row(progress.generated, row_request, 0)
 
 
 def by_row(values: Int32[Array, " requests"], row_request: Int32[Array, " rows"], free: int) -> Int32[Array, " rows"]:

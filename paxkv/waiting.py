@@ -12,6 +12,7 @@ from paxkv.control_flow import run_if
 from paxkv.memory import Ask, Content, KVMemory
 from paxkv.outcomes import Outcome
 from paxkv.publish_tokens import publish_granted
+from paxkv.queue import first_waiting
 from paxkv.requests import Reason, Requests, Status, final_lengths
 from paxkv.scheduler_state import Policy, SchedulerState, by_row
 from paxkv.swap_state import Moves, join_moves, no_moves_in
@@ -54,7 +55,6 @@ def admit_waiting(
     A request that is admitted to a memory that publishes on schedule stores and publishes its tokens at once, so that
     the next one in the same step can share them.
     """
-    final = final_lengths(requests, memory.max_len)
     at_once = memory.publishes == "on_schedule"
 
     def is_open(carry: _Round) -> Bool[Array, ""]:
@@ -67,7 +67,7 @@ def admit_waiting(
         known = requests.prompt_lens[candidate] + state.progress.generated[candidate]
         content = _content(requests, transcripts, state, candidate)
         memory_state, row, outcome, moves, forked = _ask(
-            memory, requests, state, candidate, known, final[candidate], content, so_far.moves
+            memory, requests, state, candidate, known, content, so_far.moves
         )
         ok, ends = outcome == Outcome.OK, outcome == Outcome.NEVER
         row = jnp.where(ok, row, memory.rows)
@@ -86,7 +86,7 @@ def admit_waiting(
             state = dataclasses.replace(state, memory=memory_state)
             state = publish_granted(memory, transcripts, state, starts, granted, max_new_tokens)
         later = ~ok & ~ends
-        following, completes = _next_waiting(memory, requests, state, candidate if policy.overtake else None)
+        state, following, completes = _next_waiting(memory, requests, state, candidate if policy.overtake else None)
         return _Round(
             Admitted(
                 state=state,
@@ -106,7 +106,8 @@ def admit_waiting(
     zero = jnp.int32(0)
     moves = no_moves_in(memory.num_units, memory.host_blocks) if policy.swaps(memory) else None
     so_far = Admitted(state, nothing, jnp.zeros_like(nothing), zero, jnp.zeros_like(zero), jnp.zeros_like(zero), moves)
-    start = _Round(so_far, closed, *_next_waiting(memory, requests, state, None))
+    state, candidate, completes = _next_waiting(memory, requests, state, None)
+    start = _Round(so_far._replace(state=state), closed, candidate, completes)
     end = jax.lax.while_loop(is_open, try_one, start).so_far
     if not at_once:
         memory_state, _ = memory.append(end.state.memory, end.granted, max_new_tokens)
@@ -116,26 +117,28 @@ def admit_waiting(
 
 def _next_waiting(
     memory: KVMemory[Any], requests: Requests, state: SchedulerState, after: Int32[Array, ""] | None
-) -> tuple[Int32[Array, ""], Bool[Array, ""]]:
+) -> tuple[SchedulerState, Int32[Array, ""], Bool[Array, ""]]:
     """The earliest request (after one) that has arrived and waits, `requests.count` if there is none.
 
     Before all others come those whose group runs in part: it holds memory and cannot go on without them.
 
     Returns:
-      The request, and whether its group runs in part.
+      The state, in which that nobody before waits may have become known; the request, and whether its group runs in
+      part.
     """
-    waiting = (state.progress.status == Status.WAITING) & (requests.arrivals <= state.clock)
-    completes = jnp.bool(False)
-    if memory.can_fork and requests.samples > 1:
-        leaders = by_row(requests.leaders, state.row_request, requests.count)
-        runs = jnp.zeros(requests.count, jnp.bool).at[leaders].set(True, mode="drop")
-        missing = waiting & runs[requests.leaders]
-        completes = jnp.any(missing)
-        waiting = jnp.where(completes, missing, waiting)
-    if after is not None:
-        waiting &= completes | (jnp.arange(requests.count, dtype=jnp.int32) > after)
-    first = jnp.argmax(waiting).astype(jnp.int32)
-    return jnp.where(waiting[first], first, requests.count), completes
+    nobody = requests.count
+    first = first_waiting(requests, state, state.first)
+    following = first if after is None else first_waiting(requests, state, jnp.maximum(first, after + 1))
+    following = jnp.where(following < state.arrived, following, nobody)
+    state = dataclasses.replace(state, first=first)
+    if not (memory.can_fork and requests.samples > 1):
+        return state, following, jnp.bool(False)
+    leaders = by_row(requests.leaders, state.row_request, nobody)
+    runs = jnp.zeros(nobody, jnp.bool).at[leaders].set(True, mode="drop")
+    has_come = jnp.arange(nobody, dtype=jnp.int32) < state.arrived
+    missing = (state.progress.status == Status.WAITING) & has_come & runs[requests.leaders]
+    completes = jnp.any(missing)
+    return state, jnp.where(completes, jnp.argmax(missing).astype(jnp.int32), following), completes
 
 
 def _content(
@@ -163,7 +166,6 @@ def _ask(
     state: SchedulerState,
     candidate: Int32[Array, ""],
     known: Int32[Array, ""],
-    final: Int32[Array, ""],
     content: Content | None,
     moves: Moves | None,
 ) -> tuple[Any, Int32[Array, ""], Int32[Array, ""], Moves | None, Bool[Array, ""]]:
@@ -181,7 +183,7 @@ def _ask(
     ask = Ask(
         known_tokens=known,
         prompt_tokens=prompt,
-        final_tokens=jnp.where(no_output | too_long, impossible, final),
+        final_tokens=jnp.where(no_output | too_long, impossible, final_lengths(requests, memory.max_len, candidate)),
         content=content,
         sequences=requests.group_sizes[candidate] if memory.can_fork else 1,
     )
@@ -254,5 +256,6 @@ def _book(
         memory=memory_state,
         progress=progress,
         row_request=state.row_request.at[row].set(candidate, mode="drop"),
+        queued=state.queued - (runs | ends).astype(jnp.int32),
         places=places,
     )

@@ -344,12 +344,12 @@ def gives_slots_of_the_next_row(patch):
 # ---- reserved --------------------------------------------------------------------------------------------------
 
 
-def leafwise_best_fit(starts, orders, taken, order, num_leaves, *, highest=False, merge=True, padding=False):
+def leafwise_best_fit(starts, orders, taken, order, num_leaves, usable, *, highest=False, merge=True, padding=False):
     """Best fit by looking at every leaf, with a mistake at choice."""
     leaf = jnp.arange(1 << (num_leaves - 1).bit_length())
     after = leaf[None, :] >= starts[:, None]
     inside = after & (leaf[None, :] < (starts + (1 << orders))[:, None]) & taken[:, None]
-    free = ~jnp.any(inside, axis=0) & (padding | (leaf < num_leaves))
+    free = ~jnp.any(inside, axis=0) & (padding | (leaf < usable))
     found, at = jnp.bool(False), jnp.int32(num_leaves)
     for k in range(leaf.size.bit_length()):
         blocks = jnp.all(free.reshape(-1, 1 << k), axis=1)

@@ -1,6 +1,7 @@
 import inspect
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,7 +47,7 @@ def test_labels_are_kept_to_the_last_bit_and_each_sequence_of_a_prompt_has_them(
 
 
 def test_requests_end_with_their_output_or_at_the_longest_sequence_and_never_store_the_last_token():
-    assert final_lengths(make(), 10).tolist() == [8, 0, 9]
+    assert final_lengths(make(), 10, jnp.arange(3)).tolist() == [8, 0, 9]
 
 
 def test_no_request_arrives_before_its_time():

@@ -11,9 +11,10 @@ import pytest
 
 from paxkv.contiguous import VAttention
 from paxkv.paged import Paged
+from paxkv.queue import next_arrival
 from paxkv.requests import TICK_US, Reason, Status, make_requests
 from paxkv.reserved import Reserved
-from paxkv.scheduler import commit, next_arrival, schedule
+from paxkv.scheduler import commit, schedule
 from paxkv.scheduler_state import FIRST_COME, Policy, init_scheduler
 from tests.paxkv import unchecked
 from tests.paxkv.oracles.lockstep import ORACLES

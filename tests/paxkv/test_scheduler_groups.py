@@ -12,8 +12,9 @@ import pytest
 
 from paxkv import checks, lifecycle
 from paxkv.paged import Paged
+from paxkv.queue import next_arrival
 from paxkv.requests import TICK_US, Reason, Status, make_requests
-from paxkv.scheduler import commit, next_arrival, schedule
+from paxkv.scheduler import commit, schedule
 from paxkv.scheduler_state import FIRST_COME, Policy, init_scheduler
 
 PROMPTS, WIDTH, STEPS = 5, 24, 256
