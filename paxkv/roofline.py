@@ -95,6 +95,9 @@ class Efficiencies:
                 raise ValueError(f"{name}: expected {wanted}, got {value}")
 
 
+TYPICAL = Efficiencies()
+
+
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Roofline:
@@ -156,7 +159,7 @@ def make_roofline(
     *,
     block_size: int | None,
     weight_dtype: WeightDtype = "bfloat16",
-    efficiencies: Efficiencies = Efficiencies(),
+    efficiencies: Efficiencies = TYPICAL,
 ) -> Roofline:
     """The cost of steps of a model whose layers are split over `shape.tensor_parallel` devices.
 
