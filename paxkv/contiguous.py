@@ -21,7 +21,7 @@ from paxkv.kv_cache import AttentionSpec, KVPool, attend_ranges
 from paxkv.memory import Ask, Limits, MapCalls, SharesNothing, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.memory import limits as make_limits
 from paxkv.outcomes import Outcome, select_outcome
-from paxkv.seqs import Seqs, advance, check_append, init_seqs, occupy, vacate
+from paxkv.seqs import Seqs, advance, check_append, init_seqs, longer, occupy, vacate
 from paxkv.sizes import require_bool, require_int
 
 
@@ -143,7 +143,7 @@ class VAttention(SharesNothing):
         return state.seqs
 
     def admit(self, state: VAttentionState, ask: Ask) -> tuple[VAttentionState, Int32[Array, ""], Int32[Array, ""]]:
-        need = self.groups_for(ask.known_tokens)
+        need = jnp.minimum(self.groups_for(ask.promised_tokens), state.limits.units)
         owed = jnp.sum(jnp.maximum(self.groups_for(state.seqs.promised) - self.held(state), 0))
         reserve = jnp.where(jnp.any(state.seqs.active), state.limits.watermark, 0)
         never = (ask.most_tokens > self.max_len) | (self.groups_for(ask.most_tokens) > state.limits.units)
@@ -151,7 +151,7 @@ class VAttention(SharesNothing):
         outcome = select_outcome((never, Outcome.NEVER), (later, Outcome.LATER))
         ok = outcome == Outcome.OK
         row = jnp.where(ok, _best_fit(state, need), self.rows)
-        seqs = occupy(state.seqs, row, ask.known_tokens, ok)
+        seqs = occupy(state.seqs, row, ask.promised_tokens, ok)
         return dataclasses.replace(state, seqs=seqs), row, outcome
 
     def demand(self, state: VAttentionState, new_lengths: Int32[Array, " rows"]) -> Int32[Array, " rows"]:
@@ -171,6 +171,11 @@ class VAttention(SharesNothing):
         room = self.room(state)
         spare = jnp.where(room < self.max_len, room - state.seqs.lengths - ahead, self.max_len - state.seqs.lengths)
         return jnp.clip(jnp.min(jnp.where(state.seqs.active, spare, steps)), 0, steps)
+
+    def look_ahead(
+        self, state: VAttentionState, grows: Bool[Array, " rows"], steps: Int32[Array, ""]
+    ) -> VAttentionState:
+        return dataclasses.replace(state, seqs=longer(state.seqs, grows, steps))
 
     def append(
         self, state: VAttentionState, new_tokens: Int32[Array, " rows"], max_new_tokens: int

@@ -50,6 +50,7 @@ def grow(
     wanted = missing if not copied else [w for g in range(groups) for w in (copied[g].astype(jnp.int32), missing[g])]
     counts = jnp.stack(list(wanted), axis=1).reshape(-1)  # of each row and kind
     ends = jnp.cumsum(counts)
+    first = ends - counts
     served = ends[-1] <= state.pool.num_free
     total = jnp.where(served, ends[-1], 0)
     columns = tuple(table.end for table in state.tables)
@@ -58,9 +59,12 @@ def grow(
         state, copies, done = carry
         place = done + jnp.arange(AT_ONCE, dtype=jnp.int32)
         state, ids, _ = memory.take_blocks(state, place < total)
-        at = jnp.searchsorted(ends, place, side="right").astype(jnp.int32)  # behind the last one for places beyond
+        # Of whom each place is: of the last one who begins there or before. Not a search, which takes longer.
+        begins = jnp.where((counts > 0) & (ends > done), jnp.maximum(first - done, 0), AT_ONCE)
+        of = jnp.zeros(AT_ONCE, jnp.int32).at[begins].max(jnp.arange(counts.size, dtype=jnp.int32), mode="drop")
+        at = jnp.where(place < total, jax.lax.cummax(of), counts.size)
         row, kind = at // kinds, at % kinds
-        nth = place - (ends - counts).at[at].get(mode="fill", fill_value=0)
+        nth = place - first.at[at].get(mode="fill", fill_value=0)
         tables = []
         for g, table in enumerate(state.tables):
             here = jnp.where(kind == (2 * g + 1 if copied else g), row, rows)

@@ -54,6 +54,12 @@ class Ask(NamedTuple):
     final_tokens: Int32[Array, ""]  # what it will have stored when it ends; NEVER if longer than a sequence may be
     content: Content | None = None  # needed by memories with a prefix cache
     sequences: Int32[Array, ""] | int = 1  # that will share the prompt and must run together, itself included
+    room_tokens: Int32[Array, ""] | None = None  # that it wants room for now, if more than it knows
+
+    @property
+    def promised_tokens(self) -> Int32[Array, ""]:
+        """What it is promised room for if it is admitted."""
+        return self.known_tokens if self.room_tokens is None else self.room_tokens
 
     @property
     def most_tokens(self) -> Int32[Array, ""]:
@@ -194,6 +200,10 @@ class KVMemory(Protocol[State]):
         Afterwards the memory is as if `append` and `background` had been called once a step, but for which of its units
         serves whom. The answer may be too small.
         """
+        ...
+
+    def look_ahead(self, state: State, grows: Bool[Array, " rows"], steps: Int32[Array, ""]) -> State:
+        """The state after so many steady steps, as far as `usage` looks at it."""
         ...
 
     def append(

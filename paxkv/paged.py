@@ -25,7 +25,7 @@ from paxkv.outcomes import Outcome, record, select_outcome
 from paxkv.paged_state import PagedState, required
 from paxkv.pool_metrics import usage_of_blocks
 from paxkv.prefix_cache import PrefixCache
-from paxkv.seqs import Seqs, advance, check_append, init_seqs, lowest_free_row, occupy, vacate
+from paxkv.seqs import Seqs, advance, check_append, init_seqs, longer, lowest_free_row, occupy, vacate
 from paxkv.sizes import require_bool, require_int
 from paxkv.swap_state import Moves
 from paxkv.windows import Group
@@ -162,7 +162,9 @@ class Paged:
     def admit(self, state: PagedState, ask: Ask) -> tuple[PagedState, Int32[Array, ""], Int32[Array, ""]]:
         row, has_row = lowest_free_row(state.seqs)
         hit = self._hit(state, ask)
-        need = jnp.sum(jnp.maximum(self.most_held(ask.known_tokens, hit.first) - (hit.end - hit.first), 0)) + hit.free
+        need = jnp.sum(jnp.maximum(self.most_held(ask.promised_tokens, hit.first) - (hit.end - hit.first), 0))
+        # A prediction may be more than there is: then it waits until it is alone.
+        need = jnp.minimum(need + hit.free, state.limits.units)
         reserve = jnp.where(jnp.any(state.seqs.active), state.limits.watermark, 0)
         most = jnp.sum(self.most_held(ask.most_tokens, jnp.zeros_like(hit.first)))
         if self.forks:  # the others share what the prompt fills, but for its last token
@@ -174,7 +176,7 @@ class Paged:
         outcome = select_outcome((never, Outcome.NEVER), (later, Outcome.LATER))
         ok = outcome == Outcome.OK
         row = jnp.where(ok, row, self.rows)
-        state = dataclasses.replace(state, seqs=occupy(state.seqs, row, ask.known_tokens, ok, hit.tokens))
+        state = dataclasses.replace(state, seqs=occupy(state.seqs, row, ask.promised_tokens, ok, hit.tokens))
         if self.cache is not None and ask.content is not None:
             state = adopt(self, state, row, ask.content, ask.known_tokens, hit)
         return state, row, outcome
@@ -240,6 +242,14 @@ class Paged:
             return jnp.int32(0)  # tokens are published, blocks copied or given back from step to step
         demand = self.demand(state, state.seqs.lengths + jnp.where(grows, steps, 0))
         return jnp.where(jnp.sum(demand) <= self.available(state), steps, 0)
+
+    def look_ahead(self, state: PagedState, grows: Bool[Array, " rows"], steps: Int32[Array, ""]) -> PagedState:
+        seqs = longer(state.seqs, grows, steps)
+        tables = tuple(
+            dataclasses.replace(table, end=jnp.maximum(table.end, self._need(state, seqs.lengths, group)))
+            for group, table in zip(self.layer_groups, state.tables, strict=True)
+        )
+        return dataclasses.replace(state, seqs=seqs, tables=tables)
 
     def append(
         self, state: PagedState, new_tokens: Int32[Array, " rows"], max_new_tokens: int

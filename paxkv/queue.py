@@ -11,8 +11,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from paxkv.policy import Choices, select
 from paxkv.requests import Requests, Status
 from paxkv.scheduler_state import SchedulerState
+
+_FOREVER = 2**31 - 1
 
 
 def let_in(requests: Requests, state: SchedulerState) -> SchedulerState:
@@ -20,7 +23,7 @@ def let_in(requests: Requests, state: SchedulerState) -> SchedulerState:
 
     def has_come(carry: tuple) -> Bool[Array, ""]:
         arrived, _ = carry
-        at = requests.arrivals.at[arrived].get(mode="fill", fill_value=2**31 - 1)
+        at = requests.arrivals.at[arrived].get(mode="fill", fill_value=_FOREVER)
         return (arrived < requests.count) & (at <= state.clock)
 
     def count(carry: tuple) -> tuple:
@@ -40,6 +43,28 @@ def first_waiting(requests: Requests, state: SchedulerState, begin: Int32[Array,
         return (at < requests.count) & (status != Status.WAITING)
 
     return jax.lax.while_loop(is_taken, lambda at: at + 1, begin)
+
+
+def least_waiting(
+    policy: Choices, requests: Requests, state: SchedulerState, after: Int32[Array, ""]
+) -> Int32[Array, ""]:
+    """Who has arrived, waits, and comes first in the policy's order; after a request unless that is negative.
+
+    `requests.count` if there is none. A pass over all requests.
+    """
+    ids = jnp.arange(requests.count, dtype=jnp.int32)
+    key = select(
+        policy.order,
+        jnp.zeros_like(ids),  # first_come
+        requests.prompt_lens + requests.predicted_lens,  # shortest
+        -1 - requests.priorities,  # the highest priority; not its negative, which the lowest int32 has not
+        requests.deadlines,
+    )
+    waits = (state.progress.status == Status.WAITING) & (ids < state.arrived)
+    last = key[jnp.maximum(after, 0)]
+    waits &= (after < 0) | (key > last) | ((key == last) & (ids > after))
+    least = jnp.min(jnp.where(waits, key, _FOREVER))
+    return jnp.min(jnp.where(waits & (key == least), ids, requests.count))
 
 
 def next_arrival(requests: Requests, state: SchedulerState) -> Int32[Array, ""]:

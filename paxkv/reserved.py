@@ -19,7 +19,7 @@ from paxkv.kv_cache import AttentionSpec, KVPool, attend_ranges
 from paxkv.memory import Ask, Limits, MapCalls, SharesNothing, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.memory import limits as make_limits
 from paxkv.outcomes import Outcome, select_outcome
-from paxkv.seqs import Seqs, advance, check_append, init_seqs, lowest_free_row, occupy, vacate
+from paxkv.seqs import Seqs, advance, check_append, init_seqs, longer, lowest_free_row, occupy, vacate
 from paxkv.sizes import require_int
 
 Policy = Literal["max", "pow2", "oracle"]
@@ -145,6 +145,9 @@ class Reserved(SharesNothing):
     ) -> Int32[Array, ""]:
         del state, grows
         return steps
+
+    def look_ahead(self, state: ReservedState, grows: Bool[Array, " rows"], steps: Int32[Array, ""]) -> ReservedState:
+        return dataclasses.replace(state, seqs=longer(state.seqs, grows, steps))
 
     def append(
         self, state: ReservedState, new_tokens: Int32[Array, " rows"], max_new_tokens: int

@@ -133,14 +133,15 @@ def stores_lengths_that_memory_could_not_serve(patch):
 
 @mutant("append", "paged_3_watermark")
 def serves_the_rows_it_can_when_the_pool_is_short(patch):
-    take = block_pool.take
+    grow = paged.grow
 
-    def take_some(pool, wanted, ranking=None):
-        affordable = wanted & (jnp.cumsum(wanted, dtype=jnp.int32) <= pool.num_free)
-        new, ids, _ = take(pool, affordable)
-        return new, ids, jnp.all(affordable == wanted)
+    def grow_some(memory, state, missing, copied):
+        before = jnp.cumsum(missing[0]) - missing[0]
+        affordable = jnp.clip(state.pool.num_free - before, 0, missing[0])
+        grown = grow(memory, state, (affordable,), copied)
+        return grown._replace(served=jnp.all(affordable == missing[0]))
 
-    patch.setattr(paged, "take", take_some)
+    patch.setattr(paged, "grow", grow_some)
 
 
 @mutant("admit", "paged_3_watermark")
