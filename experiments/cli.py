@@ -1,4 +1,4 @@
-"""`python -m experiments {list,run,sweep,report,compile,tune,doctor}`.
+"""`python -m experiments {list,run,sweep,report,calibrate,compile,tune,doctor}`.
 
 Standard output carries tables and, as its last line, one compact JSON; all else goes to standard error. The exit code
 is 0, or 1 if a check of a run failed or the run is unfinished, or 2 if something must be put right first.
@@ -58,12 +58,15 @@ def main(argv: Sequence[str] | None = None, experiments: Mapping[str, str] = reg
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments", allow_abbrev=False, description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{list,run,sweep,report,compile,tune,doctor}")
+    verbs = parser.add_subparsers(
+        dest="verb", required=True, metavar="{list,run,sweep,report,calibrate,compile,tune,doctor}"
+    )
     for verb, words in (
         ("list", "the experiments, their configs and their runs"),
         ("run", "run a config, or resume its unfinished run"),
         ("sweep", "run a config at every point of a grid, or resume an unfinished sweep"),
         ("report", "print a run's table again and rewrite its report.html"),
+        ("calibrate", "fit the modelled clock to what a run measured"),
         ("compile", "compile kernels for devices that are not there, and hold them to limits"),
         ("tune", "find the sizes that suit kernels on a device"),
         ("doctor", "what this machine can run, and what is missing"),
@@ -77,8 +80,12 @@ def _parser() -> argparse.ArgumentParser:
             allow_abbrev=False,
             add_help=verb not in ("run", "sweep", *HELP),
         )
-        if verb == "report":
+        if verb in ("report", "calibrate"):
             sub.add_argument("run_dir", type=pathlib.Path)
+            if verb == "calibrate":
+                sub.add_argument(
+                    "--out", type=pathlib.Path, help="a file for the results, as JSON; beside the run if not given"
+                )
         elif verb in ("compile", "tune"):
             sub.add_argument("--out", type=pathlib.Path, help="a file for the results, as JSON")
             if verb == "tune":
@@ -170,6 +177,10 @@ def _dispatch(
         from experiments import report
 
         return report.report(options.run_dir, experiments, console)
+    if options.verb == "calibrate":
+        from experiments import calibrate
+
+        return calibrate.command(options.run_dir, options.out, console)
     if options.verb == "list":
         from experiments import listing
 

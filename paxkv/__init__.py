@@ -22,6 +22,7 @@ from paxkv.kv_cache import Attend, KVCache
 from paxkv.kv_format import KVFormat, TensorFormat, scheme
 from paxkv.memory import Ask, Content, KVMemory, MapCalls, Usage, content
 from paxkv.model_shapes import KVShape, model_shape
+from paxkv.model_sizes import ModelSize, model_size
 from paxkv.outcomes import Faults, MemoryFaultError, Outcome, raise_on_fault
 from paxkv.page_groups import PageGroups
 from paxkv.paged import Paged
@@ -30,6 +31,7 @@ from paxkv.policy import Policy
 from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import Progress, Reason, Requests, Status, make_requests
 from paxkv.reserved import Reserved, ReservedState
+from paxkv.roofline import Efficiencies, Roofline, make_roofline
 from paxkv.scheduler import commit, schedule
 from paxkv.scheduler_state import Plan, SchedulerState, init_scheduler
 from paxkv.sizes import parse_fraction, parse_size
@@ -43,6 +45,7 @@ __all__ = [
     "BlockPool",
     "Content",
     "Decode",
+    "Efficiencies",
     "Engine",
     "EngineState",
     "Faults",
@@ -54,6 +57,7 @@ __all__ = [
     "MapCalls",
     "MemoryConfig",
     "MemoryFaultError",
+    "ModelSize",
     "Outcome",
     "PageGroups",
     "Paged",
@@ -66,6 +70,7 @@ __all__ = [
     "Requests",
     "Reserved",
     "ReservedState",
+    "Roofline",
     "SchedulerState",
     "Status",
     "StepCost",
@@ -84,7 +89,9 @@ __all__ = [
     "kv_budget",
     "make_memory",
     "make_requests",
+    "make_roofline",
     "model_shape",
+    "model_size",
     "output_tokens",
     "parse_fraction",
     "parse_size",

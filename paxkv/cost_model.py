@@ -1,7 +1,8 @@
 """The engine's clock: what a step costs in modelled time.
 
 Decisions must not depend on how fast this machine happens to be, or a run could not be repeated. So requests
-arrive, and steps pass, on a clock that an affine model drives; wall-clock time is measured beside it.
+arrive, and steps pass, on a clock that a model drives: an affine one, `StepCost`, or what hardware allows, `Roofline`
+in `paxkv/roofline.py`. Wall-clock time is measured beside it.
 """
 
 import dataclasses
@@ -9,12 +10,14 @@ import typing
 from typing import NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from paxkv.durations import TICK_PARTS, charge, rounded_up
 from paxkv.requests import TICK_US
 from paxkv.sizes import require_int
 
+NS = TICK_PARTS // (1000 * TICK_US)
+"""Parts of a tick in a nanosecond."""
 MAX_COST_NS = 3600 * 10**9
 """Largest cost of a step or of one unit of its work; in ticks it leaves int32 most of its range."""
 
@@ -77,17 +80,10 @@ class StepCost:
 
     def ticks(self, work: StepWork) -> Int32[Array, "*steps"]:
         """See `CostModel`. The sum of all charges, rounded up."""
-        tick_ns = 1000 * TICK_US
-        whole, rest = divmod(self.step_ns, tick_ns)
-        ticks, ns = jnp.int32(whole), jnp.int32(rest)
-        for unit_ns, count in (
+        rates = (
             (self.token_ns, work.tokens),
             (self.kv_token_ns, work.kv_tokens),
             (self.map_call_ns, work.sync_map_calls),
             (self.swap_block_ns, work.swapped_blocks),
-        ):
-            # Not `unit_ns * count`: int32 holds two seconds of nanoseconds. Only remainders are multiplied as such.
-            whole, rest = divmod(unit_ns, tick_ns)
-            ticks += whole * count + rest * (count // tick_ns)
-            ns += rest * (count % tick_ns)
-        return ticks + (ns + (tick_ns - 1)) // tick_ns
+        )
+        return rounded_up(charge(self.step_ns * NS, *((unit_ns * NS, count) for unit_ns, count in rates)))

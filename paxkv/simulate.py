@@ -11,19 +11,21 @@ What comes out is what single steps give, bit for bit, but for which of equal bl
 import dataclasses
 import enum
 import typing
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Int32
 
 from paxkv.control_flow import run_if
 from paxkv.cost_model import CostModel, StepCost, StepWork
 from paxkv.kv_cache import KVCache
-from paxkv.memory import KVMemory, Limits
-from paxkv.policy import Policy
+from paxkv.memory import KVMemory, Limits, Usage
+from paxkv.outcomes import raise_on_fault
+from paxkv.policy import Choices, Policy, choices
 from paxkv.queue import first_waiting
-from paxkv.requests import Requests, final_lengths
+from paxkv.requests import TICK_US, Progress, Requests, final_lengths
 from paxkv.scheduler import commit, schedule
 from paxkv.scheduler_state import Plan, SchedulerState, by_row, init_scheduler, known_tokens
 from paxkv.sizes import require_int
@@ -101,11 +103,12 @@ def init_simulation(simulator: Simulator, requests: Requests, limits: Limits | N
         what = "beams" if requests.beams else "a stop token"
         raise ValueError(f"requests: expected none with {what}, as a simulator has no logits, got some")
     scheduler = init_scheduler(simulator.memory, requests, limits)
-    shapes = jax.eval_shape(lambda s: _step(simulator, requests, s, None)[1], scheduler)
     size = simulator.max_records + simulator.max_stride
+    names = [field.name for field in dataclasses.fields(StepRecord) if field.name != "usage"]
+    usage = Usage(*(jnp.zeros(size, jnp.int32) for _ in dataclasses.fields(Usage)))
     return Simulation(
         scheduler=scheduler,
-        records=jax.tree.map(lambda leaf: jnp.zeros(size, leaf.dtype), shapes),
+        records=StepRecord(usage=usage, **{name: jnp.zeros(size, jnp.int32) for name in names}),
         count=jnp.int32(0),
         halt=jnp.int32(Halt.NONE),
         turns=jnp.int32(0),
@@ -118,6 +121,7 @@ def run(
     requests: Requests,
     simulation: Simulation,
     transcripts: Int32[Array, "requests width"] | None = None,
+    choice: Choices | None = None,
 ) -> Simulation:
     """Runs until all requests have ended, the room for records is used up, or nothing can go on. Donates `simulation`.
 
@@ -126,15 +130,118 @@ def run(
       requests: what is asked of it.
       simulation: where it stands. Its records are overwritten.
       transcripts: prompt and output of each request, all that it will come to; needed if memory shares what is equal.
+      choice: the policy as values, instead of the simulator's.
     """
+    return _run(simulator, requests, simulation, transcripts, choice)
+
+
+@jax.jit(static_argnames=("simulator", "mesh"), donate_argnames="simulations")
+def run_points(
+    simulator: Simulator, mesh: jax.sharding.Mesh, requests: Requests, simulations: Simulation, choice: Choices
+) -> Simulation:
+    """The same for several points of a sweep, dealt to devices, one after another on each: one compiled program.
+
+    Not a batch: what branches or loops over a batch has to select from the whole state at each turn.
+
+    Args:
+      simulator: the server.
+      mesh: devices along one axis, as many as divide the number of points.
+      requests: of each point, with a leading axis of points; so are all that follow.
+      simulations: where each stands.
+      choice: the policy of each.
+    """
+    axis = jax.P(mesh.axis_names[0])
+
+    def here(points: tuple) -> Simulation:
+        def one(point: tuple) -> Simulation:
+            requests, simulation, choice = point
+            return _run(simulator, requests, simulation, None, choice)
+
+        return jax.lax.map(one, points)
+
+    points = jax.reshard((requests, simulations, choice), jax.NamedSharding(mesh, axis))
+    return jax.shard_map(here, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)(points)
+
+
+def _run(
+    simulator: Simulator,
+    requests: Requests,
+    simulation: Simulation,
+    transcripts: Int32[Array, "requests width"] | None,
+    choice: Choices | None,
+) -> Simulation:
+    policy = choices(simulator.policy) if choice is None else choice
 
     def goes_on(now: Simulation) -> Bool[Array, ""]:
         return (now.count < simulator.max_records) & (now.halt == Halt.NONE) & ~is_finished(requests, now.scheduler)
 
     def turn(now: Simulation) -> Simulation:
-        return _turn(simulator, requests, now, transcripts)
+        return _turn(simulator, policy, requests, now, transcripts)
 
-    return jax.lax.while_loop(goes_on, turn, dataclasses.replace(simulation, count=jnp.int32(0)))
+    return jax.lax.while_loop(goes_on, turn, dataclasses.replace(simulation, count=jnp.zeros_like(simulation.count)))
+
+
+class Simulated(NamedTuple):
+    """Everything that happened, on the host."""
+
+    steps: StepRecord  # i32[steps] arrays of NumPy
+    progress: Progress  # i32[requests] arrays of NumPy
+    turns: int  # in how many strides the steps were taken
+
+
+def simulate(
+    simulator: Simulator,
+    requests: Requests,
+    limits: Limits | None = None,
+    transcripts: Int32[Array, "requests width"] | None = None,
+    choice: Choices | None = None,
+) -> Simulated:
+    """Host side: runs until every request has ended.
+
+    Args:
+      simulator: the server.
+      requests: what is asked of it.
+      limits: how much of the memory may be used; None for all.
+      transcripts: as for `run`.
+      choice: as for `run`.
+
+    Raises:
+      ValueError: the modelled clock ran out.
+      RuntimeError: requests are left, and nothing will ever happen to them.
+      MemoryFaultError: the memory recorded a fault.
+    """
+    simulation = init_simulation(simulator, requests, limits)
+    parts = []
+    while True:
+        simulation = run(simulator, requests, simulation, transcripts, choice)
+        parts.append(take_records(simulation.records, int(simulation.count)))
+        require_sound(simulator, simulation)
+        if bool(is_finished(requests, simulation.scheduler)):
+            break
+    steps = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
+    return Simulated(steps, jax.tree.map(np.asarray, simulation.scheduler.progress), int(simulation.turns))
+
+
+def take_records(records: StepRecord, count: int) -> StepRecord:
+    """Host side: the records that mean something, as arrays of NumPy."""
+    return jax.tree.map(lambda leaf: np.asarray(leaf)[:count], records)
+
+
+def require_sound(simulator: Simulator, simulation: Simulation) -> None:
+    """Host side: refuses a simulation that has halted, or whose memory has recorded a fault. See `simulate`."""
+    raise_on_fault(simulator.memory.seqs(simulation.scheduler.memory).faults)
+    match Halt(int(simulation.halt)):
+        case Halt.CLOCK:
+            limit_s = _FOREVER * TICK_US // 10**6
+            raise ValueError(
+                f"the modelled clock passed {limit_s} s, the most that it can count; simulate fewer requests, or lower "
+                "the workload's time scale or the cost of a step"
+            )
+        case Halt.STUCK:
+            raise RuntimeError(
+                f"{int(simulation.scheduler.queued)} requests wait at {int(simulation.scheduler.clock)} ticks, nobody "
+                "runs, and nobody is admitted"
+            )
 
 
 def is_finished(requests: Requests, state: SchedulerState) -> Bool[Array, ""]:
@@ -144,11 +251,15 @@ def is_finished(requests: Requests, state: SchedulerState) -> Bool[Array, ""]:
 
 
 def _turn(
-    simulator: Simulator, requests: Requests, now: Simulation, transcripts: Int32[Array, "requests width"] | None
+    simulator: Simulator,
+    policy: Choices,
+    requests: Requests,
+    now: Simulation,
+    transcripts: Int32[Array, "requests width"] | None,
 ) -> Simulation:
     """One step, and as many as follow from it without a decision."""
     before = now.scheduler
-    after, first, plan = _step(simulator, requests, before, transcripts)
+    after, first, plan = _step(simulator, policy, requests, before, transcripts)
     nothing = (first.new_tokens == 0) & (first.ticks == 0) & (first.refused == 0)
     halt = jnp.where(after.clock < before.clock, Halt.CLOCK, jnp.where(nothing, Halt.STUCK, Halt.NONE))
     records, more = jax.tree.map(lambda leaf: leaf[None], first), jnp.int32(0)
@@ -168,13 +279,14 @@ def _turn(
 
 def _step(
     simulator: Simulator,
+    policy: Choices,
     requests: Requests,
     before: SchedulerState,
     transcripts: Int32[Array, "requests width"] | None,
 ) -> tuple[SchedulerState, StepRecord, Plan]:
     """One step of the server, as the engine takes it."""
     memory, budget = simulator.memory, simulator.token_budget
-    scheduled, plan = schedule(memory, requests, before, budget, simulator.policy, transcripts)
+    scheduled, plan = schedule(memory, requests, before, budget, policy, transcripts)
     memory_state, _, copied = memory.settle(scheduled.memory, KVCache(layers=()))
     scheduled = dataclasses.replace(scheduled, memory=memory_state)
     work = step_work(memory, before, scheduled, plan)

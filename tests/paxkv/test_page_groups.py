@@ -112,6 +112,14 @@ def test_virtual_memory_of_a_long_context_server():
     assert groups("Yi-34B", 2, 64 * KIB).row_stride_bytes(200_000) == 204_800_000
 
 
+def test_rows_shorter_than_a_page_lie_a_page_apart():
+    # 32 KiB a row: mapped every 2 MiB but addressed every 32 KiB, the second row had no memory.
+    layout = PageGroups(KVShape(1, 1, 128), 2 * MIB)
+    assert 128 * token_bytes(layout) == 32 * KIB
+    assert layout.row_stride_bytes(128) == 2 * MIB
+    assert layout.virtual_bytes(4, 128) == 2 * 4 * 2 * MIB
+
+
 def test_page_smaller_than_a_token_still_backs_it_but_holds_none():
     layout = PageGroups(KVShape(1, 1, 4, element_bytes=2), page_bytes=3)
     assert layout.groups_for(1) == 3

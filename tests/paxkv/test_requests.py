@@ -56,6 +56,13 @@ def test_no_request_arrives_before_its_time():
     assert ticks.tolist() == [0, 1, 1, 1234, 1235]
 
 
+def test_arrivals_keep_to_the_plan_however_many_there_are():
+    # Each gap rounded by itself, or slept after other work, would add up: 200 a second became 183.5.
+    times = np.arange(1, 2001) * 5.00013
+    ticks = make_requests(np.ones((2000, 1), int), np.ones(2000, int), np.ones(2000, int), times, seed=0).arrivals
+    assert ticks.tolist() == [-(-i * 500_013 // 1000) for i in range(1, 2001)]
+
+
 def test_nobody_has_started():
     progress = init_progress(2)
     assert progress.status.tolist() == progress.reason.tolist() == progress.generated.tolist() == [0, 0]
