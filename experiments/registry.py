@@ -47,6 +47,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "fp8_quality": "experiments.fp8_quality",
     "fuzz": "experiments.fuzz",
     "kernel_bench": "experiments.kernel_bench",
+    "memory_waste": "experiments.memory_waste",
     "paged_vs_contiguous": "experiments.paged_vs_contiguous",
     "packing": "experiments.packing",
     "parallel_sampling": "experiments.parallel_sampling",
