@@ -6,12 +6,13 @@ modelled, which hardly matters here: memory is a matter of lengths.
 """
 
 import dataclasses
+import pathlib
 import statistics
 from typing import Any, Literal
 
 import polars as pl
 
-from experiments import metrics, plots, published
+from experiments import files, metrics, plots, published
 from experiments.progress import Progress
 from experiments.published import Published
 from experiments.results import Results, Table, columns
@@ -21,9 +22,7 @@ from experiments.workloads.config import WorkloadConfig, load_workload, with_sha
 from paxkv.config import MemoryConfig
 from paxkv.sizes import require_int
 
-DESCRIPTION = (
-    "Token states, reservation, internal and external waste of a saturated server, as PagedAttention's Fig. 2."
-)
+DESCRIPTION = "Token states, reservation and waste in the memory of a saturated server, as PagedAttention's figure 2."
 GLOSSARY = {
     "token_states": "share of the KV memory that held tokens, average while requests were queueing",
     "reservation": "share that its owner had not filled yet, but would",
@@ -112,7 +111,7 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
       progress: shown while it works.
     """
     server, rows = config.server, []
-    budget_tokens = None
+    budget_tokens = server.budget_bytes() / server.shape().token_bytes
     for name, case in config.cases.items():
         simulator = make_simulator(server, case.memory)
         for seed in _seeds(config):
@@ -131,7 +130,7 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
     return published.compared(_results(config, table), config.published)
 
 
-def _measure(steps: pl.DataFrame, budget_tokens: float | None) -> dict[str, float]:
+def _measure(steps: pl.DataFrame, budget_tokens: float) -> dict[str, float]:
     found = metrics.memory_metrics(steps, budget_tokens)
     return {
         "token_states": found["pool_utilization"],
@@ -174,8 +173,8 @@ def failed_checks(results: Results) -> list[str]:
                 failures.append(f"{name}: {metric.removesuffix(_AT_LEAST)} is {ours}, less than {least}")
         if float(values["queueing_share"] or 0) < 0.5:
             failures.append(
-                f"{name}: requests queued during {values['queueing_share']:.0%} of the busy time; raise the rate, as an "
-                "idle server says nothing about its memory"
+                f"{name}: requests queued during {values['queueing_share']:.0%} of the busy time; raise the rate, as "
+                "an idle server says nothing about its memory"
             )
     return failures
 
@@ -197,10 +196,8 @@ def tables(results: Results) -> list[Table]:
     return [columns(results, _ROWS, "KV memory of a saturated server"), published.table(results)]
 
 
-def figures(run_path: Any) -> list[plots.Figure]:
+def figures(run_path: pathlib.Path) -> list[plots.Figure]:
     """The shares as bars."""
-    from experiments import files
-
     table = files.read_parquet(run_path / "shares.parquet")
     names = table["case"].unique(maintain_order=True).to_list()
     kinds = {"tokens": "token_states", "reservation": "reservation", "internal": "internal", "external": "external"}

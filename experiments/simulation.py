@@ -58,6 +58,10 @@ class Server:
             model_shape(self.model), element_bytes=self.element_bytes, tensor_parallel=self.tensor_parallel
         )
 
+    def budget_bytes(self) -> int:
+        """For keys and values, of each device."""
+        return kv_budget(parse_size(self.kv_memory, "kv_memory"), self.memory_fraction)
+
 
 class Simulated(NamedTuple):
     """The tables of one simulation."""
@@ -74,8 +78,7 @@ def make_simulator(server: Server, memory: MemoryConfig) -> Simulator:
       ValueError: a knob is out of range.
     """
     shape = server.shape()
-    budget = kv_budget(parse_size(server.kv_memory, "kv_memory"), server.memory_fraction)
-    handed_out = make_memory(memory, shape, budget, server.rows, server.max_model_len)
+    handed_out = make_memory(memory, shape, server.budget_bytes(), server.rows, server.max_model_len)
     whole = dataclasses.replace(shape, tensor_parallel=1)
     return Simulator(
         memory=handed_out,
@@ -86,7 +89,7 @@ def make_simulator(server: Server, memory: MemoryConfig) -> Simulator:
     )
 
 
-def to_requests(workload: Workload, seed: int, **labels: np.ndarray) -> Requests:
+def to_requests(workload: Workload, seed: int, **labels: Any) -> Requests:
     """The workload on the device, without tokens; `labels` as `make_requests` takes them."""
     return make_requests(None, workload.prompt_len, workload.output_len, workload.arrival_ms, seed=seed, **labels)
 
@@ -107,7 +110,8 @@ def simulate_workload(
       workload: on the host.
       requests: the same on the device.
       on_dispatch: called with the number of requests that have ended since it was called last.
-      limits: as for `paxkv.simulate.simulate`; so is `choice`, and what is raised.
+      limits: as for `paxkv.simulate.simulate`, which also says what is raised.
+      choice: likewise.
     """
     simulation = init_simulation(simulator, requests, limits)
     records, ended = [], 0
