@@ -13,6 +13,7 @@ from typing import Any, Literal
 import polars as pl
 
 from experiments import files, metrics, plots, published
+from experiments.bootstrap import mean_interval
 from experiments.progress import Progress
 from experiments.published import Published
 from experiments.results import Results, Table, columns
@@ -34,8 +35,9 @@ GLOSSARY = {
     "over": "mean_running over that of the case that the config names",
 }
 _MEANS = ("token_states", "reservation", "internal", "external", "mean_running", "token_states_of_allocated")
-_SPREAD = "_sd"
-GLOSSARY |= {f"{name}{_SPREAD}": f"population deviation of {name} over the seeds" for name in _MEANS}
+_LOW, _HIGH = "_low", "_high"
+GLOSSARY |= {f"{name}{_LOW}": f"lower end of the 95 % bootstrap interval of {name} over the seeds" for name in _MEANS}
+GLOSSARY |= {f"{name}{_HIGH}": f"upper end of the 95 % bootstrap interval of {name} over the seeds" for name in _MEANS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,12 +146,14 @@ def _measure(steps: pl.DataFrame, budget_tokens: float) -> dict[str, float]:
 
 
 def _results(config: Config, table: pl.DataFrame) -> dict[str, dict[str, Any]]:
-    """Means over the seeds, and how far they lie apart."""
+    """Means over the seeds, and where the bootstrap puts them."""
     found: dict[str, dict[str, Any]] = {}
     for name in config.cases:
         own = table.filter(pl.col("case") == name)
         found[name] = {metric: statistics.fmean(own[metric]) for metric in (*_MEANS, "queueing_share")}
-        found[name] |= {metric + _SPREAD: statistics.pstdev(own[metric]) for metric in _MEANS}
+        for metric in _MEANS if config.num_seeds > 1 else ():
+            interval = mean_interval(own[metric].to_list(), seed=config.seed)
+            found[name] |= {metric + _LOW: interval.low, metric + _HIGH: interval.high}
     for name, case in config.cases.items():
         if case.over:
             found[name]["over"] = found[name]["mean_running"] / found[case.over]["mean_running"]
