@@ -54,7 +54,7 @@ def state():
 @pytest.mark.parametrize("dealing", DEALINGS)
 def test_every_block_and_every_token_has_one_device(dealing):
     memory = split_blocks(ALONE, SHARDS, dealing)
-    ids = np.arange(-1, BLOCKS + 2)
+    ids = np.arange(-1, BLOCKS + 6)
     places = np.full((SHARDS, len(ids)), HERE)
     for block in range(BLOCKS):
         shard, place = home(dealing, block)
@@ -81,15 +81,15 @@ def parts_of(dealing, whole):
     return parts.reshape(-1, *whole.shape[2:])
 
 
-@pytest.mark.parametrize(
-    ("q_lens", "window", "dealing"),
-    [
-        ([1, 1, 1, 0], None, "round_robin"),
-        ([1, 1, 1, 0], 6, "by_shard"),
-        ([5, 5, 1, 0], None, "by_shard"),
-        ([5, 3, 7, 0], 6, "round_robin"),
-    ],
-)
+ATTENDED = [
+    ([1, 1, 1, 0], None, "round_robin"),
+    ([1, 1, 1, 0], 6, "by_shard"),
+    ([5, 5, 1, 0], None, "by_shard"),
+    ([5, 3, 7, 0], 6, "round_robin"),
+]
+
+
+@pytest.mark.parametrize(("q_lens", "window", "dealing"), ATTENDED)
 def test_all_devices_together_attend_over_all_blocks(q_lens, window, dealing):
     """Slots in which nothing is stored hold NaN."""
     rng = np.random.default_rng(1)
@@ -117,13 +117,13 @@ def test_partial_attentions_merge_by_their_weights():
     lse = rng.normal(size=(SHARDS, 5, HEADS), scale=4).astype(np.float32)
     lse[1:3, 0], lse[:, 1] = -np.inf, -np.inf  # some devices have seen nothing, or all
     out[1:3, 0], out[:, 1] = 0, 0
-    out[2, 3, 1], lse[2, 3, 1] = np.nan, np.nan
+    out[2, 3, 1], lse[2, 3, 1], lse[1, 2, 0] = np.nan, np.nan, np.nan
     lse[:, 4] += 200
     with np.errstate(invalid="ignore"):
         weights = np.exp(lse.astype(np.float64) - np.logaddexp.reduce(lse.astype(np.float64)))
     weights[:, 1] = 0
     expected = (weights[..., None] * out).sum(0)
-    assert np.isnan(expected).sum() == WIDTH
+    assert np.isnan(expected).sum() == 2 * WIDTH
     merged = on_each(lambda *own: merge_over("kv", *(x[0] for x in own)), (), (jnp.asarray(out), jnp.asarray(lse)))
     for one in merged:
         np.testing.assert_allclose(one, expected, rtol=1e-5, atol=1e-6)

@@ -23,14 +23,12 @@ OTHER = PROMPT + 1
 
 
 @jax.jit
-def stored(state, tokens, count, stays):
-    """The memory after somebody has computed `count` tokens in row 0, and has left or not."""
-    state, _, _ = MEMORY.admit(state, Ask(count, count, count, content(tokens)))
-    new = jnp.array([count, 0]) - state.seqs.lengths[:1].at[0].get() * jnp.array([1, 0])
-    begun = state.seqs.lengths[0]
-    state, _ = MEMORY.append(state, new.astype(jnp.int32), WIDTH)
-    own = tokens.at[begun + jnp.arange(WIDTH, dtype=jnp.int32)].get(mode="fill", fill_value=0)
-    state = MEMORY.publish(state, own, jnp.array([0, 1, 1]) * new[0].astype(jnp.int32), WIDTH)
+def stored(tokens, count, stays):
+    """A memory in which somebody has computed `count` tokens in row 0, and has left or not."""
+    state, _, _ = MEMORY.admit(MEMORY.init(), Ask(count, count, count, content(tokens)))
+    zero = jnp.int32(0)
+    state, _ = MEMORY.append(state, jnp.stack([count, zero]), WIDTH)
+    state = MEMORY.publish(state, tokens, jnp.stack([zero, count, count]), WIDTH)
     return jax.lax.cond(stays, lambda s: s, lambda s: MEMORY.release(s, jnp.array([True, False])), state)
 
 
@@ -46,8 +44,7 @@ def take(state, tokens, offered):
 
 @functools.cache
 def holding(tokens, count, stays=False):
-    prompt = {"prompt": PROMPT, "other": OTHER}[tokens]
-    return stored(MEMORY.init(), prompt, jnp.int32(count), jnp.bool(stays))
+    return stored({"prompt": PROMPT, "other": OTHER}[tokens], jnp.int32(count), jnp.bool(stays))
 
 
 def found(state, count, tokens=PROMPT):
@@ -85,7 +82,10 @@ def test_what_is_there_stays_and_the_rest_gets_a_place_and_is_found_from_then_on
     assert found(again, WIDTH) == [*there, *places[2:4]]
 
 
-@pytest.mark.parametrize(("offered", "outcome"), [(4, Outcome.LATER), (6, Outcome.NEVER)])
+REFUSED = [(4, Outcome.LATER), (6, Outcome.NEVER)]
+
+
+@pytest.mark.parametrize(("offered", "outcome"), REFUSED)
 def test_what_has_no_room_is_refused_and_changes_nothing(offered, outcome):
     before = holding("other", 22, True)  # three blocks are left; a sequence of six and one token is too long
     after, taken = take(before, PROMPT, jnp.int32(offered))
