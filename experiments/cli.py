@@ -1,4 +1,4 @@
-"""`python -m experiments {list,run,report,compile,tune,doctor}`.
+"""`python -m experiments {list,run,sweep,report,calibrate,compile,tune,doctor}`.
 
 Standard output carries tables and, as its last line, one compact JSON; all else goes to standard error. The exit code
 is 0, or 1 if a check of a run failed or the run is unfinished, or 2 if something must be put right first.
@@ -27,6 +27,11 @@ RUN_USAGE = (
     "[--processes N --process I --coordinator HOST:PORT]"
 )
 
+SWEEP_USAGE = (
+    "python -m experiments sweep CONFIG.yaml --axis KEY=VALUE,VALUE,... [--axis ...] [--when AXIS=VALUE KEY=VALUE] "
+    "[--plot METRIC] [--out_dir runs] [--dotted.key VALUE ...]"
+)
+
 
 def main(argv: Sequence[str] | None = None, experiments: Mapping[str, str] = registry.EXPERIMENTS) -> int:
     """Runs the command line.
@@ -53,26 +58,43 @@ def main(argv: Sequence[str] | None = None, experiments: Mapping[str, str] = reg
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m experiments", allow_abbrev=False, description=__doc__)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="{list,run,report,compile,tune,doctor}")
+    verbs = parser.add_subparsers(
+        dest="verb", required=True, metavar="{list,run,sweep,report,calibrate,compile,tune,doctor}"
+    )
     for verb, words in (
         ("list", "the experiments, their configs and their runs"),
         ("run", "run a config, or resume its unfinished run"),
+        ("sweep", "run a config at every point of a grid, or resume an unfinished sweep"),
         ("report", "print a run's table again and rewrite its report.html"),
+        ("calibrate", "fit the modelled clock to what a run measured"),
         ("compile", "compile kernels for devices that are not there, and hold them to limits"),
         ("tune", "find the sizes that suit kernels on a device"),
         ("doctor", "what this machine can run, and what is missing"),
     ):
-        usage = {"run": RUN_USAGE, "compile": COMPILE_USAGE, "tune": TUNE_USAGE}.get(verb)
+        usage = {"run": RUN_USAGE, "sweep": SWEEP_USAGE, "compile": COMPILE_USAGE, "tune": TUNE_USAGE}.get(verb)
         sub = verbs.add_parser(
-            verb, help=words, description=words, usage=usage, allow_abbrev=False, add_help=verb not in ("run", *HELP)
+            verb,
+            help=words,
+            description=words,
+            usage=usage,
+            allow_abbrev=False,
+            add_help=verb not in ("run", "sweep", *HELP),
         )
-        if verb == "report":
+        if verb in ("report", "calibrate"):
             sub.add_argument("run_dir", type=pathlib.Path)
+            if verb == "calibrate":
+                sub.add_argument(
+                    "--out", type=pathlib.Path, help="a file for the results, as JSON; beside the run if not given"
+                )
         elif verb in ("compile", "tune"):
             sub.add_argument("--out", type=pathlib.Path, help="a file for the results, as JSON")
             if verb == "tune":
                 sub.add_argument("--install", action="store_true", help="keep what is found for kernels to use")
         else:
+            if verb == "sweep":
+                sub.add_argument("--axis", action="append", default=[])
+                sub.add_argument("--when", action="append", default=[], nargs=2)
+                sub.add_argument("--plot")
             sub.add_argument("--out_dir", type=pathlib.Path, default=pathlib.Path("runs"), help="where runs are kept")
     return parser
 
@@ -103,6 +125,32 @@ def _dispatch(
         group = processes.group_of(overrides)
         loaded = run.load(pathlib.Path(paths[0]), overrides, experiments)
         return run.show_help(loaded, console) if wants_help else run.run(loaded, options.out_dir, argv, console, group)
+    if options.verb == "sweep":
+        from experiments import sweep
+
+        paths, overrides = parse_overrides(rest)
+        if overrides.pop("help", None) is not None:
+            print(
+                f"usage: {SWEEP_USAGE}\n\nEvery combination of the axes' values is a run of its own. --when changes a "
+                "further key where an axis has one of its values, --plot says which metric the figure shows. Values "
+                "are YAML. The same command resumes a sweep that was stopped. run CONFIG.yaml --help lists the keys."
+            )
+            return 0
+        if len(paths) != 1:
+            raise UserError(f"sweep needs one config, got {len(paths)}: {SWEEP_USAGE}")
+        return sweep.command(
+            sweep.Asked(
+                path=pathlib.Path(paths[0]),
+                overrides=overrides,
+                axes=options.axis,
+                conditions=options.when,
+                metric=options.plot,
+                out_dir=options.out_dir,
+                argv=argv,
+            ),
+            experiments,
+            console,
+        )
     if options.verb == "compile":
         from experiments import compile as compiling
 
@@ -129,6 +177,10 @@ def _dispatch(
         from experiments import report
 
         return report.report(options.run_dir, experiments, console)
+    if options.verb == "calibrate":
+        from experiments import calibrate
+
+        return calibrate.command(options.run_dir, options.out, console)
     if options.verb == "list":
         from experiments import listing
 

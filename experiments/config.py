@@ -79,12 +79,34 @@ def override(raw: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, Any
     Raises:
       UserError: a value is not YAML, or a key leads through something that has no keys.
     """
+    return assign(raw, {dotted: parse_value(text, f"--{dotted}") for dotted, text in overrides.items()})
+
+
+def parse_value(text: str, where: str) -> Any:
+    """The value of a key as the command line gives it; `where` names it in errors.
+
+    Raises:
+      UserError: it is not YAML.
+    """
+    try:
+        return yaml.load(text, Loader=_StrictLoader)
+    except yaml.YAMLError as error:
+        raise UserError(f"{where}: {text!r} is not valid YAML: {getattr(error, 'problem', error)}") from error
+
+
+def show_value(value: Any) -> str:
+    """A value in one line of YAML, which `parse_value` reads back."""
+    return yaml.safe_dump([value], default_flow_style=True, allow_unicode=True, width=2**31).strip()[1:-1]
+
+
+def assign(raw: dict[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy of `raw` in which each dotted key has its new value; None takes out a group of keys.
+
+    Raises:
+      UserError: a key leads through something that has no keys.
+    """
     result = copy.deepcopy(raw)
-    for dotted, text in overrides.items():
-        try:
-            value = yaml.load(text, Loader=_StrictLoader)
-        except yaml.YAMLError as error:
-            raise UserError(f"--{dotted}: {text!r} is not valid YAML: {error}") from error
+    for dotted, value in values.items():
         *groups, last = dotted.split(".")
         node = result
         for depth, group in enumerate(groups):
@@ -97,7 +119,7 @@ def override(raw: dict[str, Any], overrides: Mapping[str, str]) -> dict[str, Any
         if value is None and isinstance(node.get(last), dict):
             del node[last]  # one of several memories, say: a group as such is never nothing
         else:
-            node[last] = value
+            node[last] = copy.deepcopy(value)
     return result
 
 

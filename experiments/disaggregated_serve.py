@@ -19,6 +19,7 @@ from experiments.sharded_loop import run_to_end
 from experiments.sharded_setup import Server
 from experiments.workloads.workload import Workload
 from paxkv import sharded_engine
+from paxkv.cost_model import StepWork
 from paxkv.disaggregated import Delivery, Parcel, check_pair, deliver, send
 from paxkv.engine import EngineState
 from paxkv.requests import TICK_US, Requests
@@ -92,10 +93,13 @@ def serve_pair(
     rest, rest_workload = _rest(requests, workload, order, [begun[r]["tokens"][0] for r in order], arrival_ms)
     waiting, moves = list(order), []
 
+    nothing = StepWork(*[jnp.int32(0)] * len(StepWork._fields))
+    step_ms = float(answers.server.sharded.engine.cost.ticks(nothing)) * TICK_MS
+
     def hand_over(state: EngineState, ended: list[int]) -> EngineState:
         on_dispatch(len(ended))
         now_ms = float(to_host(state.scheduler.clock)[0]) * TICK_MS
-        horizon_ms = now_ms + _HORIZON * steps_per_dispatch * answers.server.sharded.engine.cost.step_ns / 1e6
+        horizon_ms = now_ms + _HORIZON * steps_per_dispatch * step_ms
         last_ms = -1.0 if not moves else arrival_ms[len(moves) - 1]
         # What may arrive before the next look, and in any case one to come, as an idle server goes on with that.
         while waiting and (arrival_ms[len(moves)] <= horizon_ms or last_ms <= now_ms):

@@ -12,7 +12,7 @@ import rich.table
 from experiments import config as configs
 from experiments import files, registry, results
 from experiments.errors import UserError
-from experiments.run_directory import ERROR, MANIFEST, SUMMARY, experiment_of, is_running
+from experiments.run_directory import ERROR, MANIFEST, SUMMARY, SWEEP, experiment_of, is_running
 
 
 def show(
@@ -49,7 +49,11 @@ def _questions(config_dir: pathlib.Path) -> dict[str, dict[pathlib.Path, str]]:
 
 
 def _show_runs(out_dir: pathlib.Path, experiments: Mapping[str, str], console: rich.console.Console) -> None:
-    paths = sorted(path for path in out_dir.glob("*") if path.is_dir() and experiment_of(path) in experiments)
+    paths = sorted(
+        path
+        for path in out_dir.glob("*")
+        if path.is_dir() and (experiment_of(path) in experiments or (path / SWEEP).exists())
+    )
     if not paths:
         console.print(f"No runs in {out_dir} yet.")
         return
@@ -65,13 +69,15 @@ def _show_runs(out_dir: pathlib.Path, experiments: Mapping[str, str], console: r
 def _started(path: pathlib.Path) -> str:
     """When a run was begun, by the first of its sessions; empty if it was stopped before it could say so."""
     try:
-        facts = files.read_json(path / MANIFEST)
+        facts = files.read_json(path / (SWEEP if (path / SWEEP).exists() else MANIFEST))
         return [*facts["earlier_sessions"], facts][0]["started"]
     except (UserError, KeyError, TypeError):
         return ""
 
 
 def _status(path: pathlib.Path) -> str:
+    if (path / SWEEP).exists():
+        return _status_of_sweep(path)
     if not (path / SUMMARY).exists():
         if is_running(path):
             return "running"
@@ -80,3 +86,13 @@ def _status(path: pathlib.Path) -> str:
         return files.read_json(path / SUMMARY)["status"]
     except (UserError, KeyError, TypeError):
         return f"{SUMMARY} is damaged"
+
+
+def _status_of_sweep(path: pathlib.Path) -> str:
+    if is_running(path):
+        return "running"
+    try:
+        points = [point["status"] for point in files.read_json(path / SWEEP)["points"]]
+    except (UserError, KeyError, TypeError):
+        return f"{SWEEP} is damaged"
+    return ", ".join(f"{points.count(status)} {status}" for status in dict.fromkeys(points))

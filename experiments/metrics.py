@@ -3,7 +3,9 @@
 The definitions are those of vLLM's serving benchmark and of PagedAttention (SOSP'23):
 
 - TTFT: first token minus arrival. TPOT: (latency - TTFT) / (output - 1), only where the output has two tokens or
-  more. ITL: every gap between two tokens of a request, pooled over all requests, so that long outputs weigh more.
+  more. ITL: every gap between two moments in which a request got tokens, pooled over all requests, so that long outputs
+  weigh more; tokens that came together have no gap. The output is what was generated, not what was asked for.
+- Deviations are of the population, percentiles linear between values.
 - Normalized latency: the mean over requests of latency / output length.
 - Requests that were refused or asked for nothing have no latency; they are counted, and never become a NaN.
 - Memories that refuse different requests are compared by the latency of those that all of them served.
@@ -11,18 +13,24 @@ The definitions are those of vLLM's serving benchmark and of PagedAttention (SOS
   wastes memory under any policy, and says nothing about it. Where none ever were, all busy time counts.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 import polars as pl
+from jaxtyping import Float64, Int
 
-PERCENTILES = (50, 90, 99)
+PERCENTILES = (50, 90, 95, 99)
 MODELLED = frozenset(
     {
         *(f"{name}_ms_p{p}" for name in ("ttft", "tpot", "itl", "latency") for p in PERCENTILES),
-        *(f"{name}_ms_mean" for name in ("ttft", "tpot", "itl", "latency")),
+        *(f"{name}_ms_{of}" for name in ("ttft", "tpot", "itl", "latency") for of in ("mean", "std")),
         "normalized_latency_ms",
         "output_tokens_per_s",
+        "prompt_tokens_per_s",
+        "prompt_tokens_per_ttft_s",
         "requests_per_s",
         "makespan_s",
+        "peak_concurrency",
         "mapping_ms",
         "sync_mapping_ms",
         "swap_ms",
@@ -57,10 +65,14 @@ GLOSSARY = {
     "steps": "steps in which anything was computed",
     "ttft_ms": "time from arrival to the first output token",
     "tpot_ms": "time between output tokens, one value a request of two tokens or more",
-    "itl_ms": "time between output tokens, all gaps of all requests pooled",
+    "itl_ms": "time between output tokens, all gaps of all requests pooled; tokens that came together have none",
     "latency_ms": "time from arrival to the last output token",
     "normalized_latency_ms": "mean over requests of latency per output token",
     "output_tokens_per_s": "output tokens of all requests over the time from the first arrival to the last token",
+    "prompt_tokens_per_s": "prompt tokens of all served requests over that same time",
+    "prompt_tokens_per_ttft_s": "those prompt tokens over the sum of their requests' TTFT: how fast a prompt is read, "
+    "with its wait",
+    "peak_concurrency": "most requests at once that had arrived and not ended",
     "refused_or_empty": "requests that could never fit, or asked for nothing",
     "compared_requests": "requests that every memory served; TTFT, TPOT, ITL and latency are of these",
     "tokens_reference": "what served the requests whose tokens are right: the first memory, by the XLA reference if "
@@ -77,12 +89,12 @@ def request_metrics(requests: pl.DataFrame, compared: pl.DataFrame | None = None
     """Latency and throughput of one memory's requests.
 
     Args:
-      requests: one row a request with `arrival_ms`, `first_token_ms` and `ended_ms` (null for never), `generated`,
-        `preemptions` and `token_ms`, the list of the times of its tokens.
+      requests: one row a request with `arrival_ms`, `first_token_ms` and `ended_ms` (null for never) and `generated`;
+        where they are known, with `prompt_len`, `preemptions` and `token_ms`, the list of the times of its tokens.
       compared: those of them whose latency is measured; all if None.
 
     Returns:
-      Metrics by name, times in ms. A metric that no request defines is left out.
+      Metrics by name, times in ms. A metric that no request, or no column, defines is left out.
     """
     served = requests.filter(pl.col("generated") > 0)
     compared = served if compared is None else compared.filter(pl.col("generated") > 0)
@@ -91,35 +103,65 @@ def request_metrics(requests: pl.DataFrame, compared: pl.DataFrame | None = None
         "served": len(served),
         "refused_or_empty": len(requests) - len(served),
         "compared_requests": len(compared),
-        "preemptions": int(requests["preemptions"].sum()),
     }
+    if "preemptions" in requests.columns:
+        values["preemptions"] = int(requests["preemptions"].sum())
     if served.is_empty():
         return values
-    makespan_ms = float(served["ended_ms"].max() - served["arrival_ms"].min())  # pyright: ignore
-    values["makespan_s"] = makespan_ms / 1000
-    values["output_tokens_per_s"] = float(served["generated"].sum()) / makespan_ms * 1000
-    values["requests_per_s"] = len(served) / makespan_ms * 1000
-    return values | (_latencies(compared) if len(compared) else {})
+    makespan_s = makespan_ms(served) / 1000
+    values["makespan_s"] = makespan_s
+    values["output_tokens_per_s"] = int(served["generated"].cast(pl.Int64).sum()) / makespan_s
+    values["requests_per_s"] = len(served) / makespan_s
+    if "prompt_len" in served.columns:
+        prompt_tokens = int(served["prompt_len"].cast(pl.Int64).sum())
+        values["prompt_tokens_per_s"] = prompt_tokens / makespan_s
+        values["prompt_tokens_per_ttft_s"] = prompt_tokens / float(latencies(served).ttft_ms.sum()) * 1000
+    values["peak_concurrency"] = peak_concurrency(served["arrival_ms"].to_numpy(), served["ended_ms"].to_numpy())
+    return values | (_summaries(compared) if len(compared) else {})
 
 
-def _latencies(served: pl.DataFrame) -> dict[str, float | int]:
-    values: dict[str, float | int] = {}
-    latency = (served["ended_ms"] - served["arrival_ms"]).to_numpy()
-    ttft = (served["first_token_ms"] - served["arrival_ms"]).to_numpy()
+class Latencies(NamedTuple):
+    """Of each request."""
+
+    ttft_ms: Float64[np.ndarray, " requests"]
+    tpot_ms: Float64[np.ndarray, " requests"]  # NaN where there is a single token
+    latency_ms: Float64[np.ndarray, " requests"]
+    generated: Int[np.ndarray, " requests"]
+
+
+def latencies(served: pl.DataFrame) -> Latencies:
+    """The latencies of requests that all got a token, as for `request_metrics`."""
+    latency_ms = (served["ended_ms"] - served["arrival_ms"]).to_numpy()
+    ttft_ms = (served["first_token_ms"] - served["arrival_ms"]).to_numpy()
     generated = served["generated"].to_numpy()
-    several = generated > 1
-    gaps = [np.diff(times) for times in served["token_ms"].to_list()]
-    samples = {
-        "ttft": ttft,
-        "tpot": (latency - ttft)[several] / (generated[several] - 1),
-        "itl": np.concatenate(gaps),
-        "latency": latency,
-    }
+    gaps = np.where(generated > 1, generated - 1, np.nan)
+    return Latencies(ttft_ms, (latency_ms - ttft_ms) / gaps, latency_ms, generated)
+
+
+def makespan_ms(served: pl.DataFrame) -> float:
+    """From the first arrival to the last token of requests that all got a token."""
+    return float(served["ended_ms"].max() - served["arrival_ms"].min())  # pyright: ignore
+
+
+def peak_concurrency(begin: Float64[np.ndarray, " requests"], end: Float64[np.ndarray, " requests"]) -> int:
+    """Most requests at once: whoever ends in the moment in which another one begins makes way for it."""
+    times, changes = np.concatenate([end, begin]), np.repeat([-1, 1], [len(end), len(begin)])
+    return int(np.cumsum(changes[np.argsort(times, kind="stable")]).max(initial=0))
+
+
+def _summaries(served: pl.DataFrame) -> dict[str, float | int]:
+    values: dict[str, float | int] = {}
+    times = latencies(served)
+    samples = {"ttft": times.ttft_ms, "tpot": times.tpot_ms[times.generated > 1], "latency": times.latency_ms}
+    if "token_ms" in served.columns:
+        gaps = np.concatenate([np.diff(of_one) for of_one in served["token_ms"].to_list()])
+        samples["itl"] = gaps[gaps > 0]
     for name, sample in samples.items():
         if len(sample):
             values[f"{name}_ms_mean"] = float(sample.mean())
+            values[f"{name}_ms_std"] = float(sample.std())
             values |= {f"{name}_ms_p{p}": float(np.percentile(sample, p)) for p in PERCENTILES}
-    values["normalized_latency_ms"] = float((latency / generated).mean())
+    values["normalized_latency_ms"] = float((times.latency_ms / times.generated).mean())
     return values
 
 

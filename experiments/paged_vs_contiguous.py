@@ -22,9 +22,9 @@ from paxkv.engine import Engine
 from paxkv.memory import KVMemory
 from paxkv.model_shapes import KVShape
 from paxkv.paged import Paged
+from paxkv.policy import Policy
 from paxkv.requests import Requests, make_requests
 from paxkv.reserved import Reserved
-from paxkv.scheduler_state import Policy
 from paxkv.sizes import require_int
 
 DESCRIPTION = "Paged, vAttention-style and reserved memory on the same requests and budget, with a trained model."

@@ -21,8 +21,8 @@ from paxkv.capacity import kv_budget, parse_size
 from paxkv.config import MemoryConfig, make_memory
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine
+from paxkv.policy import Policy
 from paxkv.requests import make_requests
-from paxkv.scheduler_state import Policy
 from paxkv.sizes import require_int
 
 DESCRIPTION = "Samples and beams of one prompt share its blocks: what that saves, with a trained model."

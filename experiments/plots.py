@@ -206,8 +206,8 @@ def memory_picture(axes: Axes, owners: Any, num_owners: int, unit: str, *, times
     axes.grid(visible=False)
 
 
-def legend(axes: Axes) -> None:
-    """A legend above the axes, where it hides no data."""
+def legend(axes: Axes, columns: int = 5) -> None:
+    """A legend above the axes, where it hides no data; fewer columns where names are long."""
     handles, labels = axes.get_legend_handles_labels()
     if labels:
         axes.legend(
@@ -215,7 +215,7 @@ def legend(axes: Axes) -> None:
             labels,
             loc="lower left",
             bbox_to_anchor=(-0.01, 1.0),
-            ncols=5,
+            ncols=columns,
             borderaxespad=0.2,
             handlelength=1.8,
             columnspacing=0.9,

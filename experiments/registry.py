@@ -15,6 +15,9 @@ and may have
   what is missing.
 - `failed_checks(results) -> list[str]`: one sentence for each thing that should hold and does not. Any makes the
   run's status `failed` and its exit code 1.
+- `run_together(configs, run_dirs, progress) -> Iterable[Results]`: the same as `run` for several points of a sweep at
+  once, for an experiment whose points share what it compiles; yields the results of each in order, the sooner the less
+  is lost if the sweep is killed. They must be those that `run` gives, bit for bit.
 - `tables(results) -> list[results.Table]`: its tables, in the terminal and in the report; without it, one table of
   names and metrics.
 - `render(results, console)`: prints them in the terminal in a way of its own.
@@ -28,7 +31,7 @@ import dataclasses
 import importlib
 import importlib.util
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -44,10 +47,13 @@ EXPERIMENTS: Mapping[str, str] = {
     "fp8_quality": "experiments.fp8_quality",
     "fuzz": "experiments.fuzz",
     "kernel_bench": "experiments.kernel_bench",
+    "memory_waste": "experiments.memory_waste",
     "paged_vs_contiguous": "experiments.paged_vs_contiguous",
+    "packing": "experiments.packing",
     "parallel_sampling": "experiments.parallel_sampling",
     "prefix_sharing": "experiments.prefix_sharing",
     "sharded_serving": "experiments.sharded_serving",
+    "vattention": "experiments.vattention",
 }
 
 
@@ -59,6 +65,7 @@ class Experiment:
     config_class: type[Any]
     description: str
     run: Callable[..., Any]
+    run_together: Callable[..., Iterable[Any]] | None
     resolve: Callable[[Any], Any]
     parts: Callable[[Any], list[str]]
     failed_checks: Callable[[Any], list[str]]
@@ -103,6 +110,7 @@ def from_module(name: str, module: ModuleType) -> Experiment:
         config_class=module.Config,
         description=module.DESCRIPTION,
         run=module.run,
+        run_together=getattr(module, "run_together", None),
         resolve=getattr(module, "resolve", lambda config: config),
         parts=getattr(module, "parts", lambda config: []),
         failed_checks=getattr(module, "failed_checks", lambda found: []),

@@ -8,7 +8,7 @@ import rich.console
 from experiments import config as configs
 from experiments import files, page, registry, results
 from experiments.errors import UserError
-from experiments.run_directory import CONFIG, REPORT, SUMMARY, experiment_of, finished_parts, is_running
+from experiments.run_directory import CONFIG, REPORT, SUMMARY, SWEEP, experiment_of, finished_parts, is_running
 
 
 def report(path: pathlib.Path, experiments: Mapping[str, str], console: rich.console.Console) -> int:
@@ -22,6 +22,10 @@ def report(path: pathlib.Path, experiments: Mapping[str, str], console: rich.con
     """
     if not path.is_dir():
         raise UserError(f"there is no run directory {path}; `python -m experiments list` shows those there are")
+    if (path / SWEEP).exists():
+        from experiments import sweep_report
+
+        return sweep_report.report(path, experiments, console)
     name = experiment_of(path)
     if name not in experiments:
         raise UserError(f"{path} is not a run directory: its name must be <experiment>-<config hash>-<seed>")

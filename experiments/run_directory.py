@@ -30,6 +30,8 @@ from pallas_kernels import choices
 
 SUMMARY, REPORT, CONFIG, MANIFEST = "summary.json", "report.html", "config.yaml", "manifest.json"
 ERROR = "error.txt"
+SWEEP = "sweep.json"
+"""What stands in the directory of a sweep, `runs/sweep-<experiment>-<hash>/`, instead of a config and a summary."""
 _LOCK, _PARTS = ".lock", "parts"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

@@ -13,8 +13,8 @@ import polars as pl
 from experiments.workloads.workload import Workload
 from paxkv.attend import block_size_of
 from paxkv.capacity import entry_shape
-from paxkv.cost_model import StepCost
-from paxkv.engine import Engine, EngineState, StepRecord, all_ended, init_engine, output_tokens, run_steps
+from paxkv.cost_model import CostModel
+from paxkv.engine import Engine, EngineState, all_ended, init_engine, output_tokens, run_steps
 from paxkv.init_cache import init_kv_cache
 from paxkv.kv_cache import KVCache
 from paxkv.kv_format import KVFormat
@@ -22,6 +22,7 @@ from paxkv.memory import KVMemory
 from paxkv.model_shapes import KVShape
 from paxkv.outcomes import raise_on_fault
 from paxkv.requests import TICK_US, Reason, Requests, Status
+from paxkv.steps import StepRecord
 
 TICK_MS = TICK_US / 1000
 
@@ -126,7 +127,7 @@ def _owning_requests(memory: Any, state: EngineState) -> jax.Array:
     return jnp.where(request == nobody, -1, request)
 
 
-def step_table(record: StepRecord, first_step: int, cost: StepCost) -> pl.DataFrame:
+def step_table(record: StepRecord, first_step: int, cost: CostModel) -> pl.DataFrame:
     """One row a step, without those in which nothing happened. Times are modelled, in ms."""
     flat = {f.name: getattr(record, f.name) for f in dataclasses.fields(record) if f.name != "usage"}
     flat |= {f.name: getattr(record.usage, f.name) for f in dataclasses.fields(record.usage)}

@@ -7,7 +7,7 @@ from experiments.sharded_offline import Offline
 from experiments.workloads.config import WorkloadConfig
 from paxkv.config import MemoryConfig
 from paxkv.cost_model import StepCost
-from paxkv.scheduler_state import Policy
+from paxkv.policy import Policy
 from paxkv.split_paged import Dealing
 
 

@@ -19,7 +19,7 @@ from paxkv.kv_cache import KVCache
 from paxkv.kv_format import KVFormat
 from paxkv.model_shapes import KVShape
 from paxkv.paged import Paged
-from paxkv.scheduler_state import FIRST_COME, Policy
+from paxkv.policy import FIRST_COME, Policy
 from paxkv.sharded_engine import ShardedEngine
 from paxkv.sharding import RULES, MeshShape, Rules, make_mesh
 from paxkv.split_paged import Dealing, split_blocks

@@ -1,13 +1,13 @@
 """The hardware that programs are compiled for and held against: one row per device, and the topologies made of them.
 
-Sources. NVIDIA: H100 SXM and H200 data sheets (peaks without sparsity); memory bandwidth of the H100 as XLA's own
-target description for it (`h100_sxm`), of the H200 from its data sheet; sizes per multiprocessor from the CUDA
-programming guide, compute capability 9.0. TPU: `pltpu.get_tpu_info_for_chip` of jax 0.12, per core; clocks are not
-published and derived as bf16 peak / (MXUs * rows * columns * 2, twice that where an MXU has 256 columns), which agrees
-with the rate of the compiler's own matrix products. Links: fourth-generation NVLink, 900 GB/s both ways together, of
-the H100 and H200 data sheets; the bidirectional interconnect bandwidth of a chip that Cloud TPU's pages on each
-generation state (v5e 400, v6e 800, v5p and tpu7x 1200 GB/s). Half of that is one way, and a core has half of a chip
-with two.
+Sources. NVIDIA: A100 SXM, H100 SXM and H200 data sheets (peaks without sparsity); memory and bandwidth of the A100 and
+bandwidth of the H100 as in XLA's own descriptions of these targets (`a100_sxm_40`, `a100_sxm_80`, `h100_sxm`),
+bandwidth of the H200 from its data sheet; sizes per multiprocessor from the CUDA programming guide, compute
+capabilities 8.0 and 9.0. TPU: `pltpu.get_tpu_info_for_chip` of jax 0.12, per core; clocks are not published and derived
+as bf16 peak / (MXUs * rows * columns * 2, twice that where an MXU has 256 columns), which agrees with the rate of the
+compiler's own matrix products. Links: NVLink, both ways together 600 GB/s of an A100 and 900 GB/s of an H100 or H200,
+of the data sheets; the bidirectional interconnect bandwidth of a chip that Cloud TPU's pages on each generation state
+(v5e 400, v6e 800, v5p and tpu7x 1200 GB/s). Half of that is one way, and a core has half of a chip with two.
 """
 
 import dataclasses
@@ -68,6 +68,23 @@ class Topology:
     name: str
 
 
+def _ampere(name: str, device_kind: str, memory_bytes: int, memory_bytes_per_s: float) -> Target:
+    return Target(
+        name=name,
+        platform="gpu",
+        device_kind=device_kind,
+        memory_bytes=memory_bytes,
+        memory_bytes_per_s=memory_bytes_per_s,
+        peak_flops={"float32": 19.5e12, "bfloat16": 312e12, "float16": 312e12, "int8": 624e12},
+        link_bytes_per_s=300e9,
+        clock_hz=1.41e9,
+        num_cores=108,
+        registers=65_536,
+        shared_memory_bytes=167_936,
+        block_shared_memory_bytes=166_912,
+    )
+
+
 def _hopper(name: str, device_kind: str, memory_bytes: int, memory_bytes_per_s: float) -> Target:
     return Target(
         name=name,
@@ -120,6 +137,8 @@ def _tpu(
 TARGETS: Mapping[str, Target] = {
     target.name: target
     for target in (
+        _ampere("a100_40gb", "NVIDIA A100-SXM4-40GB", 42_331_013_120, 1.5552e12),
+        _ampere("a100_80gb", "NVIDIA A100-SXM4-80GB", 85_100_068_864, 2.03904e12),
         _hopper("h100", "NVIDIA H100 80GB HBM3", 84_942_979_072, 3.35232e12),
         _hopper("h200", "NVIDIA H200", 150_754_820_096, 4.8e12),
         _tpu(

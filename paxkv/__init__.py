@@ -15,23 +15,27 @@ from paxkv.checks import require_invariants, violations
 from paxkv.config import MemoryConfig, make_memory
 from paxkv.contiguous import VAttention, VAttentionState
 from paxkv.cost_model import StepCost
-from paxkv.engine import Decode, Engine, EngineState, StepRecord, all_ended, init_engine, output_tokens, run_steps
+from paxkv.engine import Decode, Engine, EngineState, all_ended, init_engine, output_tokens, run_steps
 from paxkv.events import events_between, read_events
 from paxkv.init_cache import init_kv_cache
 from paxkv.kv_cache import Attend, KVCache
 from paxkv.kv_format import KVFormat, TensorFormat, scheme
 from paxkv.memory import Ask, Content, KVMemory, MapCalls, Usage, content
 from paxkv.model_shapes import KVShape, model_shape
+from paxkv.model_sizes import ModelSize, model_size
 from paxkv.outcomes import Faults, MemoryFaultError, Outcome, raise_on_fault
 from paxkv.page_groups import PageGroups
 from paxkv.paged import Paged
 from paxkv.paged_state import PagedState
+from paxkv.policy import Policy
 from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import Progress, Reason, Requests, Status, make_requests
 from paxkv.reserved import Reserved, ReservedState
+from paxkv.roofline import Efficiencies, Roofline, make_roofline
 from paxkv.scheduler import commit, schedule
-from paxkv.scheduler_state import Plan, Policy, SchedulerState, init_scheduler
+from paxkv.scheduler_state import Plan, SchedulerState, init_scheduler
 from paxkv.sizes import parse_fraction, parse_size
+from paxkv.steps import StepRecord
 from paxkv.windows import Group
 
 __all__ = [
@@ -41,6 +45,7 @@ __all__ = [
     "BlockPool",
     "Content",
     "Decode",
+    "Efficiencies",
     "Engine",
     "EngineState",
     "Faults",
@@ -52,6 +57,7 @@ __all__ = [
     "MapCalls",
     "MemoryConfig",
     "MemoryFaultError",
+    "ModelSize",
     "Outcome",
     "PageGroups",
     "Paged",
@@ -64,6 +70,7 @@ __all__ = [
     "Requests",
     "Reserved",
     "ReservedState",
+    "Roofline",
     "SchedulerState",
     "Status",
     "StepCost",
@@ -82,7 +89,9 @@ __all__ = [
     "kv_budget",
     "make_memory",
     "make_requests",
+    "make_roofline",
     "model_shape",
+    "model_size",
     "output_tokens",
     "parse_fraction",
     "parse_size",

@@ -22,7 +22,10 @@ from paxkv.control_flow import read_rows, run_if
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class BlockPool:
-    """`num_blocks` blocks. The sentinel for "no block" is `num_blocks`: scatters drop it, gathers fill it."""
+    """`num_blocks` blocks. The sentinel for "no block" is `num_blocks`: scatters drop it, gathers fill it.
+
+    Blocks that are withheld are neither free nor held: they have no reference, and stand nowhere in the queue.
+    """
 
     queue: jax.Array  # i32[3 * num_blocks]; ids from head to tail are free, a hole is the sentinel
     head: jax.Array  # i32[]; the next block to be taken stands here or behind it
@@ -32,7 +35,8 @@ class BlockPool:
     marks: (
         jax.Array
     )  # i32[num_blocks, 2]; where a free block stands in the queue (-1: it is held), and references to it
-    # beyond the first (0 for a free one). In one array, since they are read and written together.
+    # beyond the first (0 for a free one, -1 for one that is withheld). In one array, since they are read and written
+    # together.
 
     @property
     def num_blocks(self) -> int:
@@ -45,16 +49,20 @@ class BlockPool:
         return jnp.where(self.marks[:, 0] >= 0, 0, 1 + self.marks[:, 1])
 
 
-def init_block_pool(num_blocks: int) -> BlockPool:
-    """A pool of free blocks, handed out in ascending order of id."""
+def init_block_pool(num_blocks: int, usable: Int32[Array, ""] | None = None) -> BlockPool:
+    """A pool of free blocks, handed out in ascending order of id; all but the first `usable` ones are withheld."""
+    free = jnp.int32(num_blocks) if usable is None else usable
     ids = jnp.arange(num_blocks, dtype=jnp.int32)
+    there = ids < free
+    queue = jnp.full(3 * num_blocks, num_blocks, jnp.int32)
+    zeros = jnp.zeros_like(ids)
     return BlockPool(
-        queue=jnp.full(3 * num_blocks, num_blocks, jnp.int32).at[num_blocks : 2 * num_blocks].set(ids),
+        queue=queue.at[num_blocks : 2 * num_blocks].set(jnp.where(there, ids, num_blocks)),
         head=jnp.int32(num_blocks),
-        tail=jnp.int32(2 * num_blocks),
-        behind=jnp.int32(2 * num_blocks),
-        num_free=jnp.int32(num_blocks),
-        marks=jnp.stack([ids + num_blocks, jnp.zeros_like(ids), jnp.zeros_like(ids)], axis=1),
+        tail=num_blocks + free,
+        behind=num_blocks + free,
+        num_free=jnp.copy(free),  # an array of its own, as states are donated
+        marks=jnp.stack([jnp.where(there, ids + num_blocks, -1), jnp.where(there, zeros, -1), zeros], axis=1),
     )
 
 

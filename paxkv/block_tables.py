@@ -5,7 +5,7 @@ import typing
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 
 @typing.no_type_check
@@ -59,29 +59,11 @@ def begin_row(
     )
 
 
-def new_columns(
-    table: BlockTable, need: Int32[Array, " rows"], width: int
-) -> tuple[Int32[Array, "rows width"], Bool[Array, "rows width"]]:
-    """The columns that each row would fill next, and which of them it needs to have `need` columns filled."""
-    column = table.end[:, None] + jnp.arange(width, dtype=jnp.int32)[None, :]
-    return column, column < need[:, None]
-
-
 def put(
-    table: BlockTable,
-    columns: Int32[Array, "rows width"],
-    ids: Int32[Array, "rows width"],
-    wanted: Bool[Array, "rows width"],
+    table: BlockTable, rows: Int32[Array, " n"], columns: Int32[Array, " n"], ids: Int32[Array, " n"]
 ) -> BlockTable:
-    """Writes the wanted ids behind the blocks that each row has."""
-    rows = table.ids.shape[0]
-    # Where nothing is wanted the row is out of range, so the write is dropped rather than clamped.
-    row = jnp.where(wanted, jnp.arange(rows, dtype=jnp.int32)[:, None], rows)
-    return dataclasses.replace(
-        table,
-        ids=table.ids.at[row, columns].set(ids, mode="drop"),
-        end=table.end + jnp.sum(wanted, axis=1, dtype=jnp.int32),
-    )
+    """Writes blocks into the table; one of a row out of range is dropped. `end` stays as it is."""
+    return dataclasses.replace(table, ids=table.ids.at[rows, columns].set(ids, mode="drop"))
 
 
 def slot_of(

@@ -21,9 +21,9 @@ def ceil_log2(n: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
     return 32 - jax.lax.clz(jnp.maximum(n, 1) - 1)
 
 
-def largest_order(num_leaves: int) -> int:
+def largest_order(num_leaves: Int32[Array, ""]) -> Int32[Array, ""]:
     """Order of the largest block of an empty arena."""
-    return num_leaves.bit_length() - 1
+    return 31 - jax.lax.clz(num_leaves)
 
 
 def best_fit(
@@ -32,6 +32,7 @@ def best_fit(
     taken: Bool[Array, " n"],
     order: Int32[Array, ""],
     num_leaves: int,
+    usable: Int32[Array, ""],
 ) -> tuple[Int32[Array, ""], Bool[Array, ""]]:
     """Finds room for a block in the smallest free block that holds it, of those the lowest.
 
@@ -40,7 +41,8 @@ def best_fit(
       orders: order of each range, which is a block: aligned, and disjoint from all others.
       taken: ranges that count; the others are ignored.
       order: order of the wanted block.
-      num_leaves: leaves of the arena.
+      num_leaves: leaves that there may be.
+      usable: leaves of the arena, the first of them.
 
     Returns:
       The first leaf of the block, and whether there is room (if not, the leaf is `num_leaves`).
@@ -50,7 +52,7 @@ def best_fit(
     node = (1 << (top - orders)) + (starts >> orders)
     marks = jnp.zeros(2 << top, jnp.bool).at[jnp.where(taken, node, 2 << top)].set(True, mode="drop")
 
-    below = jnp.arange(1 << top) >= num_leaves  # something in the block is taken
+    below = jnp.arange(1 << top, dtype=jnp.int32) >= usable  # something in the block is taken
     firsts = []
     for k in range(top + 1):
         width = 1 << (top - k)

@@ -6,7 +6,7 @@ down to blocks first changes nothing: floor(floor(a / b) / c) = floor(a / (b * c
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from fractions import Fraction
 
 import jax.numpy as jnp
@@ -28,6 +28,7 @@ __all__ = [
     "grouped_concurrency",
     "kv_budget",
     "model_shape",
+    "packed_requests",
     "paged_concurrency",
     "parse_fraction",
     "parse_size",
@@ -216,6 +217,23 @@ def reserved_concurrency(shape: KVShape, kv_bytes: int, max_tokens: int) -> Frac
     """Requests that `kv_bytes` hold when each reserves `max_tokens` slots, whatever it uses."""
     request_bytes = require_int("max_tokens", max_tokens) * shape.token_bytes
     return Fraction(require_int("kv_bytes", kv_bytes), request_bytes)
+
+
+def packed_requests(sizes: Iterable[int], pool: int) -> int:
+    """Requests that a pool holds at once when they are let in by their order, up to the first that does not fit.
+
+    Args:
+        sizes: of each request in order, in the unit of `pool`: blocks, page groups or slots. Not read beyond the first
+            that does not fit.
+        pool: all there is.
+    """
+    left, requests = require_int("pool", pool, minimum=0), 0
+    for size in sizes:
+        left -= require_int("sizes", size)
+        if left < 0:
+            break
+        requests += 1
+    return requests
 
 
 @dataclasses.dataclass(frozen=True)

@@ -89,7 +89,7 @@ def _of_paged(memory: Paged, state: PagedState) -> Counts:
     if state.pins is not None:
         mentions += state.pins
     counts = {
-        **_of_pool(pool, mentions),
+        **_of_pool(pool, mentions, state.limits.units),
         "tables_cover_lengths": jnp.int32(0),
         "tables_hold_no_old_ids": jnp.int32(0),
         "no_block_twice_in_a_table": jnp.int32(0),
@@ -120,19 +120,20 @@ def _of_paged(memory: Paged, state: PagedState) -> Counts:
     return counts
 
 
-def _of_pool(pool: BlockPool, mentions: Int32[Array, " num_blocks"]) -> Counts:
+def _of_pool(pool: BlockPool, mentions: Int32[Array, " num_blocks"], usable: Int32[Array, ""]) -> Counts:
     """A block is either once in the queue, or has the references that `mentions` says."""
     none, extra = pool.num_blocks, pool.marks[:, 1]
+    there = jnp.arange(none, dtype=jnp.int32) < usable
     place = jnp.arange(pool.queue.shape[0], dtype=jnp.int32)
     free_at = jnp.where((place >= pool.head) & (place < pool.tail), pool.queue, none)
     times_free = _mentions(free_at, none)
     stands = free_at.at[pool.marks[:, 0]].get(mode="fill", fill_value=none) == jnp.arange(none, dtype=jnp.int32)
     return {
         "free_ids_are_unique_blocks": _count(times_free > 1) + jnp.abs(jnp.sum(times_free) - pool.num_free),
-        "free_blocks_have_no_references": _count((times_free > 0) != (pool.ref_counts == 0)),
+        "free_blocks_have_no_references": _count((times_free > 0) != (there & (pool.ref_counts == 0))),
         "free_blocks_know_their_places": _count((times_free > 0) & ~stands),
-        "free_blocks_were_not_shared": _count((extra < 0) | ((times_free > 0) & (extra != 0))),
-        "free_and_used_are_all": jnp.abs(pool.num_free + _count(pool.ref_counts > 0) - none),
+        "free_blocks_were_not_shared": _count(((extra < 0) & there) | ((times_free > 0) & (extra != 0))),
+        "free_and_used_are_all": jnp.abs(pool.num_free + _count(pool.ref_counts > 0) - usable),
         "references_are_table_entries": _count(mentions != pool.ref_counts),
     }
 
@@ -141,7 +142,7 @@ def _of_swap(memory: Paged, swap: SwapState) -> Counts:
     """The host pool keeps the rules of the other one, and a parked sequence has all that it stored."""
     none = memory.host_blocks
     mentions = sum((_mentions(table.ids, none) for table in swap.tables), jnp.zeros(none, jnp.int32))
-    counts = {f"host_{name}": count for name, count in _of_pool(swap.pool, mentions).items()}
+    counts = {f"host_{name}": count for name, count in _of_pool(swap.pool, mentions, jnp.int32(none)).items()}
     counts["parked_places_hold_all_they_stored"] = jnp.int32(0)
     counts["free_places_hold_nothing"] = _count(~swap.parked & ((swap.lengths != 0) | (swap.promised != 0)))
     for leaf in jax.tree.leaves(swap.chains):
@@ -200,7 +201,7 @@ def _of_vattention(memory: VAttention, state: VAttentionState) -> Counts:
     most = memory.groups_for(jnp.int32(memory.max_len))
     calls = state.calls
     return {
-        "mapped_groups_exist": jnp.maximum(total - memory.num_groups, 0),
+        "mapped_groups_exist": jnp.maximum(total - state.limits.units, 0),
         "mapped_groups_cover_lengths": _count(state.mapped < memory.groups_for(state.seqs.lengths)),
         "mapped_groups_lie_in_their_row": _count((state.mapped < 0) | (state.mapped > most)),
         "calls_account_for_mapped_groups": jnp.abs(
@@ -215,9 +216,10 @@ def _of_reserved(memory: Reserved, state: ReservedState) -> Counts:
     ends = state.starts + blocks
     by_start = jnp.argsort(jnp.where(active, state.starts, memory.num_slots))
     live, starts, ends_by_start = active[by_start], state.starts[by_start], ends[by_start]
+    end_of_arena = state.limits.units * memory.min_block
     left_behind = (state.starts != 0) | (state.sizes != 0) | (state.orders != 0)
     return {
-        "ranges_lie_in_the_arena": _count(active & ((state.starts < 0) | (ends > memory.num_slots))),
+        "ranges_lie_in_the_arena": _count(active & ((state.starts < 0) | (ends > end_of_arena))),
         "ranges_are_aligned": _count(active & (state.starts % jnp.maximum(blocks, 1) != 0)),
         "ranges_are_disjoint": _count(live[1:] & (starts[1:] < ends_by_start[:-1])),
         "ranges_cover_lengths": _count((state.sizes < state.seqs.lengths) | (state.sizes > blocks)),

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int32
 
 from paxkv.kv_cache import AttentionSpec, KVPool, attend_ranges
-from paxkv.memory import Ask, MapCalls, SharesNothing, Usage, no_map_calls, require_int32, usage_of_rows
+from paxkv.memory import Ask, Limits, MapCalls, SharesNothing, Usage, no_map_calls, require_int32, usage_of_rows
+from paxkv.memory import limits as make_limits
 from paxkv.outcomes import Outcome, select_outcome
-from paxkv.seqs import Seqs, advance, check_append, init_seqs, occupy, vacate
+from paxkv.seqs import Seqs, advance, check_append, init_seqs, longer, occupy, vacate
 from paxkv.sizes import require_bool, require_int
 
 
@@ -31,6 +32,7 @@ class VAttentionState:
     """Who has how much memory. Physical groups are interchangeable, so a count per row says everything."""
 
     seqs: Seqs
+    limits: Limits
     mapped: jax.Array  # i32[rows]; groups at the start of the row's range, also of a row that is idle
     calls: MapCalls
 
@@ -114,6 +116,11 @@ class VAttention(SharesNothing):
     def num_units(self) -> int:
         return self.num_groups
 
+    def _capacity_of(self, groups: Int32[Array, ""]) -> Int32[Array, ""]:
+        """Whole tokens of so many groups laid end to end."""
+        token, page = self._ratio
+        return groups // token * page + groups % token * page // token  # `groups * page` could pass int32
+
     def groups_for(self, tokens: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
         """Groups that back `tokens <= max_len` tokens; a token may lie across two pages."""
         token, page = self._ratio
@@ -124,23 +131,27 @@ class VAttention(SharesNothing):
         token, page = self._ratio
         return jnp.minimum(state.mapped * page // token, self.max_len)
 
-    def init(self) -> VAttentionState:
-        mapped = jnp.zeros(self.rows, jnp.int32)
-        return VAttentionState(seqs=init_seqs(self.rows), mapped=mapped, calls=no_map_calls())
+    def init(self, limits: Limits | None = None) -> VAttentionState:
+        return VAttentionState(
+            seqs=init_seqs(self.rows),
+            limits=limits or make_limits(self.num_groups, self.watermark_groups),
+            mapped=jnp.zeros(self.rows, jnp.int32),
+            calls=no_map_calls(),
+        )
 
     def seqs(self, state: VAttentionState) -> Seqs:
         return state.seqs
 
     def admit(self, state: VAttentionState, ask: Ask) -> tuple[VAttentionState, Int32[Array, ""], Int32[Array, ""]]:
-        need = self.groups_for(ask.known_tokens)
+        need = jnp.minimum(self.groups_for(ask.promised_tokens), state.limits.units)
         owed = jnp.sum(jnp.maximum(self.groups_for(state.seqs.promised) - self.held(state), 0))
-        reserve = jnp.where(jnp.any(state.seqs.active), self.watermark_groups, 0)
-        never = (ask.most_tokens > self.max_len) | (self.groups_for(ask.most_tokens) > self.num_groups)
+        reserve = jnp.where(jnp.any(state.seqs.active), state.limits.watermark, 0)
+        never = (ask.most_tokens > self.max_len) | (self.groups_for(ask.most_tokens) > state.limits.units)
         later = jnp.all(state.seqs.active) | (need + owed + reserve > self.available(state))
         outcome = select_outcome((never, Outcome.NEVER), (later, Outcome.LATER))
         ok = outcome == Outcome.OK
         row = jnp.where(ok, _best_fit(state, need), self.rows)
-        seqs = occupy(state.seqs, row, ask.known_tokens, ok)
+        seqs = occupy(state.seqs, row, ask.promised_tokens, ok)
         return dataclasses.replace(state, seqs=seqs), row, outcome
 
     def demand(self, state: VAttentionState, new_lengths: Int32[Array, " rows"]) -> Int32[Array, " rows"]:
@@ -150,7 +161,21 @@ class VAttention(SharesNothing):
         return self.groups_for(state.seqs.lengths)
 
     def available(self, state: VAttentionState) -> Int32[Array, ""]:
-        return self.num_groups - jnp.sum(self.held(state))
+        return state.limits.units - jnp.sum(self.held(state))
+
+    def steady_steps(
+        self, state: VAttentionState, grows: Bool[Array, " rows"], steps: Int32[Array, ""]
+    ) -> Int32[Array, ""]:
+        # As long as every row has room for what the background looks ahead to, nothing is mapped.
+        ahead = max(self.lookahead_steps if self.background_groups else 0, 1)
+        room = self.room(state)
+        spare = jnp.where(room < self.max_len, room - state.seqs.lengths - ahead, self.max_len - state.seqs.lengths)
+        return jnp.clip(jnp.min(jnp.where(state.seqs.active, spare, steps)), 0, steps)
+
+    def look_ahead(
+        self, state: VAttentionState, grows: Bool[Array, " rows"], steps: Int32[Array, ""]
+    ) -> VAttentionState:
+        return dataclasses.replace(state, seqs=longer(state.seqs, grows, steps))
 
     def append(
         self, state: VAttentionState, new_tokens: Int32[Array, " rows"], max_new_tokens: int
@@ -158,7 +183,7 @@ class VAttention(SharesNothing):
         malformed = check_append(state.seqs, new_tokens, self.max_len, max_new_tokens)
         new_lengths = state.seqs.lengths + jnp.where(jnp.any(malformed), 0, new_tokens)
         need = self.groups_for(new_lengths)
-        served = jnp.sum(need) <= self.num_groups
+        served = jnp.sum(need) <= state.limits.units
         missing = jnp.where(served, jnp.maximum(need - state.mapped, 0), 0)
         state = self._map(state, missing, keep=need, background=False)
         seqs, outcome = advance(state.seqs, new_lengths, malformed, served)
@@ -197,7 +222,8 @@ class VAttention(SharesNothing):
         return attend_ranges(q, k, v, starts, state.seqs.lengths, cu_q_lens, spec, max_q_len=max_q_len, backend=backend)
 
     def usage(self, state: VAttentionState, final_lengths: Int32[Array, " rows"]) -> Usage:
-        return usage_of_rows(self.capacity, state.seqs, *self.request_slots(state), final_lengths)
+        capacity = self._capacity_of(state.limits.units)
+        return usage_of_rows(capacity, state.seqs, *self.request_slots(state), final_lengths)
 
     def request_slots(self, state: VAttentionState) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
         given = jnp.where(state.seqs.active, self.room(state), 0)
@@ -227,7 +253,7 @@ class VAttention(SharesNothing):
     ) -> VAttentionState:
         """Maps `groups` more in each row; what is not free is reclaimed from rows that have more than `keep`."""
         wanted = jnp.sum(groups)
-        short = wanted - (self.num_groups - jnp.sum(state.mapped))
+        short = wanted - (state.limits.units - jnp.sum(state.mapped))
         surplus = jnp.maximum(state.mapped - keep, 0)
         of_higher_rows = jnp.cumsum(surplus[::-1])[::-1] - surplus
         state = self._unmap(state, jnp.where(of_higher_rows < short, surplus, 0))
@@ -244,7 +270,7 @@ class VAttention(SharesNothing):
         next_length = jnp.minimum(state.seqs.lengths + 1, self.max_len)
         need = jnp.where(state.seqs.active, self.groups_for(next_length), 0)
         missing = jnp.maximum(need - state.mapped, 0)
-        reachable = self.num_groups - jnp.sum(jnp.minimum(state.mapped, need))
+        reachable = state.limits.units - jnp.sum(jnp.minimum(state.mapped, need))
         served = jnp.cumsum(missing) <= reachable
         return self._map(state, jnp.where(served, missing, 0), keep=need, background=True)
 
@@ -255,7 +281,7 @@ class VAttention(SharesNothing):
         crosses = state.seqs.active & (horizon > room)
         left = jnp.where(crosses, room - state.seqs.lengths, self.max_len + 1)
         _, first = jax.lax.top_k(-left, min(self.background_groups, self.rows))  # ties: lowest row first
-        chosen = crosses[first] & (jnp.arange(first.size) < self.num_groups - jnp.sum(state.mapped))
+        chosen = crosses[first] & (jnp.arange(first.size) < state.limits.units - jnp.sum(state.mapped))
         at = jnp.where(chosen, first, self.rows)
         groups = jnp.zeros_like(state.mapped).at[at].set(1, mode="drop")
         return self._map(state, groups, keep=state.mapped, background=True)

@@ -1,20 +1,55 @@
 """The engine's clock: what a step costs in modelled time.
 
 Decisions must not depend on how fast this machine happens to be, or a run could not be repeated. So requests
-arrive, and steps pass, on a clock that an affine model drives; wall-clock time is measured beside it.
+arrive, and steps pass, on a clock that a model drives: an affine one, `StepCost`, or what hardware allows, `Roofline`
+in `paxkv/roofline.py`. Wall-clock time is measured beside it.
 """
 
 import dataclasses
+import typing
+from typing import NamedTuple, Protocol
 
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
+from paxkv.durations import TICK_PARTS, charge, rounded_up
 from paxkv.requests import TICK_US
 from paxkv.sizes import require_int
 
+NS = TICK_PARTS // (1000 * TICK_US)
+"""Parts of a tick in a nanosecond."""
 MAX_COST_NS = 3600 * 10**9
 """Largest cost of a step or of one unit of its work; in ticks it leaves int32 most of its range."""
+
+
+class StepWork(NamedTuple):
+    """What a step does, or each of several: i32 of one shape."""
+
+    tokens: Int32[Array, "*steps"]  # computed
+    samples: Int32[Array, "*steps"]  # rows whose next token is drawn
+    kv_tokens: Int32[Array, "*steps"]  # stored tokens that attention reads, summed over rows that compute anything
+    pairs: Int32[Array, "*steps"]  # of a query and a key that it sees, summed over the computed tokens
+    sync_map_calls: Int32[Array, "*steps"]  # driver calls that the step waits for
+    swapped_blocks: Int32[Array, "*steps"]  # that go to the host or come back
+
+
+@typing.runtime_checkable
+class CostModel(Protocol):
+    """How long a step takes. Hashable, so that it can be a static argument of a jitted function."""
+
+    @property
+    def map_call_ns(self) -> int:
+        """Of a call into the virtual-memory driver."""
+        ...
+
+    @property
+    def swap_block_ns(self) -> int:
+        """Of a block that goes to the host or comes back."""
+        ...
+
+    def ticks(self, work: StepWork) -> Int32[Array, "*steps"]:
+        """Modelled duration of each step in ticks, at least 1. In integers alone: the same bits on every machine."""
+        ...
 
 
 @jax.tree_util.register_static
@@ -43,32 +78,12 @@ class StepCost:
             if getattr(self, name) > MAX_COST_NS:
                 raise ValueError(f"{name} must be at most {MAX_COST_NS}, which is an hour, got {getattr(self, name)}")
 
-
-def step_ticks(
-    cost: StepCost,
-    tokens: Int32[Array, ""],
-    kv_tokens: Int32[Array, ""],
-    sync_map_calls: Int32[Array, ""],
-    swapped_blocks: Int32[Array, ""] | None = None,
-) -> Int32[Array, ""]:
-    """Modelled duration of a step in ticks, rounded up.
-
-    Args:
-      cost: the model's parameters.
-      tokens: tokens computed in the step.
-      kv_tokens: stored tokens read, summed over the sequences that compute anything.
-      sync_map_calls: driver calls the step waits for.
-      swapped_blocks: blocks that go to the host or come back; None for none.
-    """
-    tick_ns = 1000 * TICK_US
-    whole, rest = divmod(cost.step_ns, tick_ns)
-    ticks, ns = jnp.int32(whole), jnp.int32(rest)
-    charges = [(cost.token_ns, tokens), (cost.kv_token_ns, kv_tokens), (cost.map_call_ns, sync_map_calls)]
-    if swapped_blocks is not None:
-        charges.append((cost.swap_block_ns, swapped_blocks))
-    for unit_ns, count in charges:
-        # Not `unit_ns * count`: int32 holds two seconds of nanoseconds. Only remainders are multiplied as such.
-        whole, rest = divmod(unit_ns, tick_ns)
-        ticks += whole * count + rest * (count // tick_ns)
-        ns += rest * (count % tick_ns)
-    return ticks + (ns + (tick_ns - 1)) // tick_ns
+    def ticks(self, work: StepWork) -> Int32[Array, "*steps"]:
+        """See `CostModel`. The sum of all charges, rounded up."""
+        rates = (
+            (self.token_ns, work.tokens),
+            (self.kv_token_ns, work.kv_tokens),
+            (self.map_call_ns, work.sync_map_calls),
+            (self.swap_block_ns, work.swapped_blocks),
+        )
+        return rounded_up(charge(self.step_ns * NS, *((unit_ns * NS, count) for unit_ns, count in rates)))

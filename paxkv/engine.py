@@ -18,17 +18,19 @@ from jaxtyping import Array, Float32, Int32
 from paxkv.attend import MemoryAttend, check_groups, check_rows, slots_by_group
 from paxkv.beams import choose_beams
 from paxkv.control_flow import run_if
-from paxkv.cost_model import StepCost, step_ticks
+from paxkv.cost_model import CostModel, StepCost
 from paxkv.kv_cache import Attend, KVCache, copy_blocks_between, fill_blocks, with_blocks
 from paxkv.kv_format import KVFormat, scheme
-from paxkv.memory import KVMemory, Usage
+from paxkv.memory import KVMemory
 from paxkv.paged import Paged
+from paxkv.policy import Policy
 from paxkv.ragged import ragged, tokens_of
-from paxkv.requests import Requests, Status, final_lengths
+from paxkv.requests import Requests, Status
 from paxkv.sampling import sample
-from paxkv.scheduler import commit, next_arrival, schedule
-from paxkv.scheduler_state import Plan, Policy, SchedulerState, by_row, init_scheduler
+from paxkv.scheduler import commit, schedule
+from paxkv.scheduler_state import Plan, SchedulerState, by_row, init_scheduler
 from paxkv.sizes import require_int
+from paxkv.steps import StepRecord, record_step, step_ticks, step_work
 from paxkv.windows import num_places
 
 
@@ -64,7 +66,7 @@ class Engine:
     memory: KVMemory[Any]
     decode: Decode
     token_budget: int  # most tokens computed in a step
-    cost: StepCost = dataclasses.field(default_factory=StepCost)
+    cost: CostModel = dataclasses.field(default_factory=StepCost)
     backend: str | tuple[str, ...] | None = None  # of attention and cache writes
     policy: Policy = dataclasses.field(default_factory=Policy)
     kv_format: KVFormat = PLAIN_F32  # in which keys and values are stored
@@ -126,35 +128,6 @@ class EngineState:
     outputs: Outputs
 
 
-@typing.no_type_check
-@jax.tree_util.register_dataclass
-@dataclasses.dataclass(frozen=True)
-class StepRecord:
-    """What happened in a step; all i32[]. Usage is taken at its peak, after memory grew and before it shrank."""
-
-    clock: jax.Array  # ticks, at the start
-    ticks: jax.Array  # modelled duration; of a step in which nobody runs, the time to the next arrival
-    running: jax.Array
-    waiting: jax.Array  # arrived and without a row
-    new_tokens: jax.Array  # 0: nothing was there to do, or all who run wait for others of their group
-    prefill_tokens: jax.Array  # of those, tokens of requests that had more than one to compute
-    sampled: jax.Array
-    admitted: jax.Array
-    refused: jax.Array
-    preempted: jax.Array
-    recompute_tokens: jax.Array
-    hit_tokens: jax.Array  # that admitted requests found stored already
-    ended: jax.Array
-    kv_tokens: jax.Array  # stored tokens that attention read
-    usage: Usage
-    sync_map_calls: jax.Array
-    background_map_calls: jax.Array
-    unmap_calls: jax.Array
-    swapped_out_blocks: jax.Array  # copied to the host
-    swapped_in_blocks: jax.Array
-    copied_blocks: jax.Array  # because a sequence writes into one that others share
-
-
 def init_engine(engine: Engine, requests: Requests, cache: KVCache, *, max_output: int | None = None) -> EngineState:
     """Nothing stored, nobody started. Takes over `cache`.
 
@@ -208,7 +181,6 @@ def run_steps(
 def step(engine: Engine, params: Any, requests: Requests, state: EngineState) -> tuple[EngineState, StepRecord]:
     """One step of the server: schedule, compute, sample, book, record."""
     memory, before = engine.memory, state.scheduler
-    calls_before = memory.map_calls(before.memory)
     scheduled, plan = schedule(memory, requests, before, engine.token_budget, engine.policy, state.transcripts)
     cache, host_cache = _swap(memory, plan, state.cache, state.host_cache)
     memory_state, cache, copied = memory.settle(scheduled.memory, cache)
@@ -223,54 +195,16 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
     temperature = requests.temperatures.at[request].get(mode="fill", fill_value=0)
     tokens, margins = sample(logits, temperature, drawn_from)
 
-    calls = memory.map_calls(scheduled.memory)
-    seqs = memory.seqs(scheduled.memory)
-    total = jnp.sum(plan.new_tokens)
-    kv_tokens = jnp.sum(jnp.where(plan.new_tokens > 0, seqs.lengths, 0))
-    moved_out, moved_in = (jnp.int32(0) if moves is None else moves.count for moves in (plan.moves_out, plan.moves_in))
-    busy = step_ticks(engine.cost, total, kv_tokens, calls.sync - calls_before.sync, moved_out + moved_in)
-    idle = ~jnp.any(seqs.active)
-    ticks = jnp.where(idle, next_arrival(requests, scheduled) - scheduled.clock, busy)
-    now = scheduled.clock + ticks
-
-    stored_at_end = final_lengths(requests, memory.max_len).at[request].get(mode="fill", fill_value=0)
-    used = memory.usage(scheduled.memory, stored_at_end)
-    transcripts, outputs = state.transcripts, state.outputs
+    work = step_work(memory, before, scheduled, plan)
+    now = scheduled.clock + step_ticks(memory, engine.cost, requests, scheduled, work)
+    transcripts, outputs, ready = state.transcripts, state.outputs, scheduled
     if requests.beams:
-        scheduled, transcripts, outputs, tokens = _search(
-            memory, requests, scheduled, plan, transcripts, outputs, logits
-        )
+        ready, transcripts, outputs, tokens = _search(memory, requests, scheduled, plan, transcripts, outputs, logits)
         margins = jnp.zeros_like(margins)
-    transcripts, outputs = _book(transcripts, outputs, scheduled, plan, requests, tokens, margins, now)
-    after = commit(memory, requests, scheduled, plan, tokens, now, transcripts, engine.token_budget)
-    calls_after = memory.map_calls(after.memory)
-    cache = _wipe(engine, (before.memory, scheduled.memory), after.memory, cache)
-
-    waiting = (scheduled.progress.status == Status.WAITING) & (requests.arrivals <= scheduled.clock)
-    ended = jnp.sum(after.progress.status == Status.ENDED) - jnp.sum(scheduled.progress.status == Status.ENDED)
-    record = StepRecord(
-        clock=scheduled.clock,
-        ticks=ticks,
-        running=jnp.sum(seqs.active, dtype=jnp.int32),
-        waiting=jnp.sum(waiting, dtype=jnp.int32),
-        new_tokens=total,
-        prefill_tokens=jnp.sum(jnp.where(plan.samples & (plan.new_tokens == 1), 0, plan.new_tokens)),
-        sampled=jnp.sum(plan.samples, dtype=jnp.int32),
-        admitted=plan.admitted,
-        refused=plan.refused,
-        preempted=plan.preempted,
-        recompute_tokens=plan.recompute_tokens,
-        hit_tokens=plan.hit_tokens,
-        ended=ended.astype(jnp.int32),
-        kv_tokens=kv_tokens,
-        usage=used,
-        sync_map_calls=calls_after.sync - calls_before.sync,
-        background_map_calls=calls_after.background - calls_before.background,
-        unmap_calls=calls_after.unmap - calls_before.unmap,
-        swapped_out_blocks=moved_out,
-        swapped_in_blocks=moved_in,
-        copied_blocks=copied,
-    )
+    transcripts, outputs = _book(transcripts, outputs, ready, plan, requests, tokens, margins, now)
+    after = commit(memory, requests, ready, plan, tokens, now, transcripts, engine.token_budget)
+    cache = _wipe(engine, (before.memory, ready.memory), after.memory, cache)
+    record = record_step(memory, requests, before, scheduled, plan, work, after, copied)
     return EngineState(after, cache, host_cache, transcripts, outputs), record
 
 

@@ -306,7 +306,7 @@ def reset_cache(memory: "Paged", state: PagedState) -> tuple[PagedState, Int32[A
       The state and the `Outcome`: `LATER` while any block has a reference, and then nothing changed.
     """
     config, contents = _cached(memory, state)
-    ok = (state.pool.num_free == memory.num_blocks) & ~jnp.any(state.seqs.active)
+    ok = (state.pool.num_free == state.limits.units) & ~jnp.any(state.seqs.active)
     everything = jnp.where(ok, jnp.arange(memory.num_blocks, dtype=jnp.int32), memory.num_blocks)
     stats = required(state.stats)
     stats = dataclasses.replace(stats, resets=stats.resets + ok.astype(jnp.int32))

@@ -54,11 +54,32 @@ class Ask(NamedTuple):
     final_tokens: Int32[Array, ""]  # what it will have stored when it ends; NEVER if longer than a sequence may be
     content: Content | None = None  # needed by memories with a prefix cache
     sequences: Int32[Array, ""] | int = 1  # that will share the prompt and must run together, itself included
+    room_tokens: Int32[Array, ""] | None = None  # that it wants room for now, if more than it knows
+
+    @property
+    def promised_tokens(self) -> Int32[Array, ""]:
+        """What it is promised room for if it is admitted."""
+        return self.known_tokens if self.room_tokens is None else self.room_tokens
 
     @property
     def most_tokens(self) -> Int32[Array, ""]:
         """The most it can come to hold: an end before what is known already would be a mistake, not a limit."""
         return jnp.maximum(self.known_tokens, self.final_tokens)
+
+
+@typing.no_type_check
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How much of a memory may be used. Values, not shapes: one compiled program serves many budgets."""
+
+    units: jax.Array  # i32[]; from 1 to the memory's `num_units`
+    watermark: jax.Array  # i32[]; units kept back from admissions while anything runs
+
+
+def limits(units: int, watermark: int = 0) -> Limits:
+    """Host side: these limits."""
+    return Limits(units=jnp.int32(units), watermark=jnp.int32(watermark))
 
 
 @typing.no_type_check
@@ -144,8 +165,8 @@ class KVMemory(Protocol[State]):
         """The layers that see the same tokens, group by group: one of all layers unless some have a window."""
         ...
 
-    def init(self) -> State:
-        """The empty memory."""
+    def init(self, limits: Limits | None = None) -> State:
+        """The empty memory; all of it may be used unless `limits` says otherwise."""
         ...
 
     def seqs(self, state: State) -> Seqs:
@@ -171,6 +192,18 @@ class KVMemory(Protocol[State]):
 
     def available(self, state: State) -> Int32[Array, ""]:
         """Units that the sequences in flight can still get without a release."""
+        ...
+
+    def steady_steps(self, state: State, grows: Bool[Array, " rows"], steps: Int32[Array, ""]) -> Int32[Array, ""]:
+        """How many steps, at most `steps`, in each of which these rows store a token, can be one `append`.
+
+        Afterwards the memory is as if `append` and `background` had been called once a step, but for which of its units
+        serves whom. The answer may be too small.
+        """
+        ...
+
+    def look_ahead(self, state: State, grows: Bool[Array, " rows"], steps: Int32[Array, ""]) -> State:
+        """The state after so many steady steps, as far as `usage` looks at it."""
         ...
 
     def append(
@@ -368,7 +401,7 @@ class SharesNothing:
 
 
 def usage_of_rows(
-    capacity: int,
+    capacity: int | Int32[Array, ""],
     seqs: Seqs,
     given: Int32[Array, " rows"],
     taken: Int32[Array, " rows"],

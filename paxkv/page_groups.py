@@ -6,6 +6,7 @@ group is one physical page in each of these tensors: the unit in which memory is
 
 import dataclasses
 import math
+from collections.abc import Iterable
 
 from paxkv.model_shapes import KVShape
 from paxkv.sizes import require_int
@@ -72,6 +73,14 @@ class PageGroups:
         require_int("tokens", tokens, minimum=0)
         return -(-tokens * self._token_bytes // self.page_bytes)
 
+    def map_ns(self, call_ns: int) -> int:
+        """Nanoseconds to map one page group: a driver call for each of its pages, one after another.
+
+        Args:
+            call_ns: nanoseconds to map one page and make it accessible.
+        """
+        return self.num_tensors * require_int("call_ns", call_ns)
+
     def row_stride_bytes(self, max_tokens: int) -> int:
         """Virtual bytes from one row to the next in one tensor, rounded up to pages: rows share none."""
         return self.groups_for(require_int("max_tokens", max_tokens)) * self.page_bytes
@@ -83,3 +92,14 @@ class PageGroups:
     @property
     def _token_bytes(self) -> int:
         return self.shape.tensor_token_bytes * (self.shape.layers if self.sliced else 1)
+
+
+def held_pages(block_ids: Iterable[int], blocks_per_page: int) -> int:
+    """Pages that must stay mapped while these blocks are kept: one goes back only when all its blocks are free.
+
+    Args:
+        block_ids: kept blocks, which lie page by page in the order of their ids.
+        blocks_per_page: blocks of a page.
+    """
+    require_int("blocks_per_page", blocks_per_page)
+    return len({require_int("block_ids", block, minimum=0) // blocks_per_page for block in block_ids})

@@ -17,13 +17,15 @@ from paxkv.block_pool import BlockPool, give_back, init_block_pool, mark_kept, m
 from paxkv.block_tables import BlockTable, blocks_for
 from paxkv.cache_stats import no_stats
 from paxkv.control_flow import run_if
+from paxkv.growth import grow
 from paxkv.kv_cache import AttentionSpec, KVCache, KVPool, copy_blocks, from_bits, to_bits
-from paxkv.memory import Ask, Content, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
+from paxkv.memory import Ask, Content, Limits, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
+from paxkv.memory import limits as make_limits
 from paxkv.outcomes import Outcome, record, select_outcome
 from paxkv.paged_state import PagedState, required
 from paxkv.pool_metrics import usage_of_blocks
 from paxkv.prefix_cache import PrefixCache
-from paxkv.seqs import Seqs, advance, check_append, init_seqs, lowest_free_row, occupy, vacate
+from paxkv.seqs import Seqs, advance, check_append, init_seqs, longer, lowest_free_row, occupy, vacate
 from paxkv.sizes import require_bool, require_int
 from paxkv.swap_state import Moves
 from paxkv.windows import Group
@@ -124,16 +126,18 @@ class Paged:
         """Tokens of which every hit is a multiple."""
         return math.lcm(*(group.block_size for group in self.layer_groups))
 
-    def init(self) -> PagedState:
+    def init(self, limits: Limits | None = None) -> PagedState:
+        limits = limits or make_limits(self.num_blocks, self.watermark_blocks)
         groups = self.layer_groups
         widest = max(group.block_size for group in groups)
         state = PagedState(
             seqs=init_seqs(self.rows),
-            pool=init_block_pool(self.num_blocks),
+            pool=init_block_pool(self.num_blocks, limits.units),
             tables=tuple(
                 block_tables.init_block_table(self.rows, -(-self.max_len // group.block_size), self.num_blocks)
                 for group in groups
             ),
+            limits=limits,
             epoch=jnp.int32(0),
             copies=sharing.no_copies(self.rows * len(groups), self.num_blocks) if self.forks else None,
             swap=swap_state.init_swap(
@@ -158,19 +162,21 @@ class Paged:
     def admit(self, state: PagedState, ask: Ask) -> tuple[PagedState, Int32[Array, ""], Int32[Array, ""]]:
         row, has_row = lowest_free_row(state.seqs)
         hit = self._hit(state, ask)
-        need = jnp.sum(jnp.maximum(self.most_held(ask.known_tokens, hit.first) - (hit.end - hit.first), 0)) + hit.free
-        reserve = jnp.where(jnp.any(state.seqs.active), self.watermark_blocks, 0)
+        need = jnp.sum(jnp.maximum(self.most_held(ask.promised_tokens, hit.first) - (hit.end - hit.first), 0))
+        # A prediction may be more than there is: then it waits until it is alone.
+        need = jnp.minimum(need + hit.free, state.limits.units)
+        reserve = jnp.where(jnp.any(state.seqs.active), state.limits.watermark, 0)
         most = jnp.sum(self.most_held(ask.most_tokens, jnp.zeros_like(hit.first)))
         if self.forks:  # the others share what the prompt fills, but for its last token
             shared = jnp.sum(jnp.stack([(ask.prompt_tokens - 1) // group.block_size for group in self.layer_groups]))
             most += jnp.where(jnp.asarray(ask.sequences) > 1, (ask.sequences - 1) * jnp.maximum(most - shared, 1), 0)
-        never = (ask.known_tokens < 0) | (ask.most_tokens > self.max_len) | (most > self.num_blocks)
+        never = (ask.known_tokens < 0) | (ask.most_tokens > self.max_len) | (most > state.limits.units)
         never |= jnp.asarray(ask.sequences) > self.rows
         later = ~has_row | (need + self.owed(state) + reserve > state.pool.num_free)
         outcome = select_outcome((never, Outcome.NEVER), (later, Outcome.LATER))
         ok = outcome == Outcome.OK
         row = jnp.where(ok, row, self.rows)
-        state = dataclasses.replace(state, seqs=occupy(state.seqs, row, ask.known_tokens, ok, hit.tokens))
+        state = dataclasses.replace(state, seqs=occupy(state.seqs, row, ask.promised_tokens, ok, hit.tokens))
         if self.cache is not None and ask.content is not None:
             state = adopt(self, state, row, ask.content, ask.known_tokens, hit)
         return state, row, outcome
@@ -231,6 +237,20 @@ class Paged:
     def available(self, state: PagedState) -> Int32[Array, ""]:
         return state.pool.num_free
 
+    def steady_steps(self, state: PagedState, grows: Bool[Array, " rows"], steps: Int32[Array, ""]) -> Int32[Array, ""]:
+        if self.cache is not None or self.forks or not all(group.sees_all for group in self.layer_groups):
+            return jnp.int32(0)  # tokens are published, blocks copied or given back from step to step
+        demand = self.demand(state, state.seqs.lengths + jnp.where(grows, steps, 0))
+        return jnp.where(jnp.sum(demand) <= self.available(state), steps, 0)
+
+    def look_ahead(self, state: PagedState, grows: Bool[Array, " rows"], steps: Int32[Array, ""]) -> PagedState:
+        seqs = longer(state.seqs, grows, steps)
+        tables = tuple(
+            dataclasses.replace(table, end=jnp.maximum(table.end, self._need(state, seqs.lengths, group)))
+            for group, table in zip(self.layer_groups, state.tables, strict=True)
+        )
+        return dataclasses.replace(state, seqs=seqs, tables=tables)
+
     def append(
         self, state: PagedState, new_tokens: Int32[Array, " rows"], max_new_tokens: int
     ) -> tuple[PagedState, Int32[Array, ""]]:
@@ -240,36 +260,22 @@ class Paged:
         old_lengths = state.seqs.lengths
         new_lengths = old_lengths + jnp.where(jnp.any(malformed), 0, new_tokens)
 
-        plans, wanted = [], []
+        missing, writes = [], []
         for group, table in zip(self.layer_groups, state.tables, strict=True):
-            width = -(-(max_new_tokens + self.lookahead) // group.block_size)
-            columns, grows = block_tables.new_columns(table, self._need(state, new_lengths, group), width)
-            writes = None
+            missing.append(jnp.maximum(self._need(state, new_lengths, group) - table.end, 0))
             if self.forks:
-                writes = sharing.tail_writes(table, state.pool, old_lengths, new_lengths, group.block_size)
-                wanted.append(writes.copies[:, None])
-            wanted.append(grows)
-            plans.append((columns, grows, writes))
-        wants = jnp.concatenate(wanted, axis=1)
-        state, ids, served = self.take_blocks(state, wants.reshape(-1))
+                writes.append(sharing.tail_writes(table, state.pool, old_lengths, new_lengths, group.block_size))
+        state, copies, served = grow(self, state, tuple(missing), tuple(w.copies for w in writes))
 
-        ids, at, tables, pairs = ids.reshape(wants.shape), 0, [], []
-        for g, (columns, grows, writes) in enumerate(plans):
-            table = state.tables[g]
-            if writes is not None:
-                copied = writes.copies & served
-                pairs.append(
-                    (jnp.where(copied, writes.blocks, self.num_blocks), jnp.where(copied, ids[:, at], self.num_blocks))
-                )
-                table = sharing.replace_tail(table, old_lengths // self.layer_groups[g].block_size, ids[:, at], copied)
-                # A fork shorter than its parent goes on in a block that may be cached, full as the parent left it.
-                written = jnp.where(writes.keeps & served, writes.blocks, self.num_blocks)
-                state = self._forget(state, written, jnp.any(writes.keeps), counts=0)
-                state = dataclasses.replace(state, pool=mark_kept(state.pool, written, kept=False))
-                at += 1
-            width = columns.shape[1]
-            tables.append(block_tables.put(table, columns, ids[:, at : at + width], grows & served))
-            at += width
+        tables, pairs = list(state.tables), []
+        for g, (group, write) in enumerate(zip(self.layer_groups, writes, strict=False)):
+            copied = write.copies & served
+            pairs.append((jnp.where(copied, write.blocks, self.num_blocks), copies[g]))
+            tables[g] = sharing.replace_tail(tables[g], old_lengths // group.block_size, copies[g], copied)
+            # A fork shorter than its parent goes on in a block that may be cached, full as the parent left it.
+            written = jnp.where(write.keeps & served, write.blocks, self.num_blocks)
+            state = self._forget(state, written, jnp.any(write.keeps), counts=0)
+            state = dataclasses.replace(state, pool=mark_kept(state.pool, written, kept=False))
         state = dataclasses.replace(state, tables=tuple(tables))
         if pairs:
             pool, copies = sharing.hold(state.pool, pairs)
@@ -476,7 +482,7 @@ class Paged:
     def usage(self, state: PagedState, final_lengths: Int32[Array, " rows"]) -> Usage:
         if self.cache is None and not self.forks and not self.groups:
             given = self.held(state) * self.block_size
-            return usage_of_rows(self.capacity, state.seqs, given, given, final_lengths)
+            return usage_of_rows(state.limits.units * self.block_size, state.seqs, given, given, final_lengths)
         return usage_of_blocks(self, state, final_lengths)
 
     def owners(self, state: PagedState) -> Int32[Array, " units"]:

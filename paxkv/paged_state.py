@@ -10,6 +10,7 @@ from paxkv.block_pool import BlockPool
 from paxkv.block_tables import BlockTable
 from paxkv.cache_stats import CacheStats
 from paxkv.chains import Chains
+from paxkv.memory import Limits
 from paxkv.prefix_cache import Contents
 from paxkv.seqs import Seqs
 from paxkv.sharing import Copies
@@ -25,6 +26,7 @@ class PagedState:
     seqs: Seqs
     pool: BlockPool
     tables: tuple[BlockTable, ...]  # one for each group of layers
+    limits: Limits
     epoch: jax.Array  # i32[]; of the weights
     contents: Contents | None = None  # with a prefix cache
     chains: Chains | None = None  # with a prefix cache

@@ -55,9 +55,9 @@ def pool_metrics(state: PagedState) -> PoolMetrics:
 
 
 def usage(state: PagedState) -> Float32[Array, ""]:
-    """Share of the blocks that somebody refers to, from 0 to 1: `1 - free / num_blocks`."""
-    num_blocks = state.pool.num_blocks
-    return (num_blocks - state.pool.num_free).astype(jnp.float32) / num_blocks
+    """Share of the blocks that somebody refers to, from 0 to 1: `1 - free / usable`."""
+    units = state.limits.units
+    return (units - state.pool.num_free).astype(jnp.float32) / units.astype(jnp.float32)
 
 
 @jax.jit
@@ -180,12 +180,12 @@ def usage_of_blocks(memory: "Paged", state: PagedState, final_lengths: Int32[Arr
         tokens = tokens.at[table.ids].max(stored * memory.block_size // group.block_size, mode="drop")
         fillable = fillable.at[table.ids].max(to_come * memory.block_size // group.block_size, mode="drop")
         named = named.at[table.ids].set(1, mode="drop")
-    held = memory.block_size * (memory.num_blocks - state.pool.num_free)
+    held = memory.block_size * (state.limits.units - state.pool.num_free)
     return Usage(
         tokens=jnp.sum(tokens),
         reserved=jnp.sum(fillable - tokens),
         internal=held - jnp.sum(fillable),
-        external=memory.capacity - held,
+        external=memory.block_size * state.limits.units - held,
         allocated=held,
         saved=memory.block_size * (jnp.sum(memory.held(state)) - jnp.sum(named)),  # not those that only pins hold
     )

@@ -10,8 +10,9 @@ from jaxtyping import Array, Bool, Int32
 
 from paxkv.memory import KVMemory
 from paxkv.outcomes import Outcome
+from paxkv.policy import Choices, select
 from paxkv.requests import Requests, Status
-from paxkv.scheduler_state import Policy, SchedulerState, by_row
+from paxkv.scheduler_state import SchedulerState, by_row
 from paxkv.swap_state import Moves, join_moves, no_moves_out
 
 
@@ -26,7 +27,7 @@ class Preempted(NamedTuple):
 
 def make_room(
     memory: KVMemory[Any],
-    policy: Policy,
+    policy: Choices,
     requests: Requests,
     state: SchedulerState,
     granted: Int32[Array, " rows"],
@@ -111,16 +112,15 @@ def _places(state: SchedulerState) -> Int32[Array, " requests"]:
     return typing.cast(jax.Array, state.places)
 
 
-def _victim(memory: KVMemory[Any], policy: Policy, requests: Requests, state: SchedulerState) -> Bool[Array, " rows"]:
+def _victim(memory: KVMemory[Any], policy: Choices, requests: Requests, state: SchedulerState) -> Bool[Array, " rows"]:
     """The row that goes next, with those of the sequences that were asked for together with it."""
     running = state.row_request < requests.count
-    match policy.victim:
-        case "last_arrived":
-            worth = jnp.zeros(memory.rows, jnp.int32)
-        case "least_work":
-            worth = memory.seqs(state.memory).lengths
-        case "priority":
-            worth = by_row(requests.priorities, state.row_request, 0)
+    worth = select(
+        policy.victim,
+        jnp.zeros(memory.rows, jnp.int32),  # last_arrived
+        memory.seqs(state.memory).lengths,  # least_work
+        by_row(requests.priorities, state.row_request, 0),  # priority
+    )
     least = jnp.min(jnp.where(running, worth, 2**31 - 1))
     candidates = running & (worth == least)
     if not _has_groups(memory, requests):
@@ -150,4 +150,6 @@ def _preempt(
         memory=memory.release(state.memory, victims & lost),
         progress=progress,
         row_request=jnp.where(victims, nobody, state.row_request),
+        queued=state.queued + jnp.sum(victims, dtype=jnp.int32),
+        first=jnp.minimum(state.first, jnp.min(jnp.where(victims, state.row_request, nobody))),
     )

@@ -50,7 +50,9 @@ class Requests:
     group_sizes: jax.Array  # i32[requests]; how many were asked for together
     adapters: jax.Array  # i32[requests]; of the weights, 0 for none
     salts: jax.Array  # i32[requests]; requests of different salts share no cached prefix
-    priorities: jax.Array  # i32[requests]; lower is preempted, and leaves the cache, first
+    priorities: jax.Array  # i32[requests]; lower is preempted, and leaves the cache, first, and is admitted last
+    predicted_lens: jax.Array  # i32[requests]; what somebody says that `output_lens` will be
+    deadlines: jax.Array  # i32[requests]; ticks; when the first token is due
     stop_token: int = dataclasses.field(metadata={"static": True}, default=-1)  # -1: none
     samples: int = dataclasses.field(metadata={"static": True}, default=1)  # sequences of each prompt
     beams: bool = dataclasses.field(metadata={"static": True}, default=False)  # they are the best, not samples
@@ -91,7 +93,7 @@ def init_progress(requests: int) -> Progress:
 
 
 def make_requests(
-    prompts: np.ndarray,
+    prompts: np.ndarray | None,
     prompt_lens: np.ndarray,
     output_lens: np.ndarray,
     arrival_ms: np.ndarray,
@@ -104,11 +106,14 @@ def make_requests(
     adapters: np.ndarray | None = None,
     salts: np.ndarray | None = None,
     priorities: np.ndarray | None = None,
+    predicted_lens: np.ndarray | None = None,
+    deadline_ms: np.ndarray | None = None,
 ) -> Requests:
     """Puts a workload on the device.
 
     Args:
-      prompts: i32[requests, max_prompt], token ids; of any kind of integers that fit int32, as all that follow.
+      prompts: i32[requests, max_prompt], token ids; of any kind of integers that fit int32, as all that follow. None if
+        nobody looks at them, as in a simulation.
       prompt_lens: i32[requests], at least 1.
       output_lens: i32[requests], at least 0.
       arrival_ms: f64[requests], ascending from 0 or later.
@@ -120,7 +125,11 @@ def make_requests(
         samples; greedy, and without a stop token.
       adapters: i32[requests], of the weights each prompt is for; 0 for none.
       salts: i32[requests]; prompts of different salts share no cached prefix.
-      priorities: i32[requests]; lower is preempted, and leaves the cache, first.
+      priorities: i32[requests]; lower is preempted, and leaves the cache, first, and is admitted last under the order
+        `priority`.
+      predicted_lens: i32[requests], at least 0; what a predictor says of `output_lens`, which it knows if None.
+      deadline_ms: f64[requests], not negative; when the first token of each is due, on the clock of `arrival_ms`. Its
+        arrival if None, as if all were due after the same time.
 
     Raises:
       ValueError: if shapes disagree, anything is no integer of 32 bits or out of range, arrivals are unsorted or
@@ -132,13 +141,19 @@ def make_requests(
     one_each = (count,)
     prompt_lens = _integers("prompt_lens", prompt_lens, one_each)
     output_lens = _integers("output_lens", output_lens, one_each)
-    prompts = _integers("prompts", prompts, (count, np.shape(prompts)[1] if np.ndim(prompts) == 2 else "max_prompt"))
-    if not (prompt_lens.min() >= 1 and prompt_lens.max() <= prompts.shape[1]):
+    widest = 2**31 - 1
+    if prompts is None:
+        prompts = np.zeros((count, 0), np.int32)
+    else:
+        width = np.shape(prompts)[1] if np.ndim(prompts) == 2 else "max_prompt"
+        prompts = _integers("prompts", prompts, (count, width))
+        widest = prompts.shape[1]
+    if not (prompt_lens.min() >= 1 and prompt_lens.max() <= widest):
         raise ValueError(
-            f"prompt_lens: expected 1 to {prompts.shape[1]} (the width of prompts), got "
-            f"{prompt_lens.min()} to {prompt_lens.max()}"
+            f"prompt_lens: expected 1 to {widest} (the width of prompts), got {prompt_lens.min()} to "
+            f"{prompt_lens.max()}"
         )
-    if prompts.min() < 0:
+    if prompts.size and prompts.min() < 0:
         raise ValueError(f"prompts: expected token ids, which are 0 or more, got {prompts.min()}")
     longest = int((prompt_lens.astype(np.int64) + output_lens).max())
     if output_lens.min() < 0 or longest >= 2**31:
@@ -166,6 +181,12 @@ def make_requests(
         """What requests are told apart by, 0 unless given."""
         return each(_integers(name, np.zeros(count, np.int32) if values is None else values, one_each))
 
+    predicted = output_lens if predicted_lens is None else _integers("predicted_lens", predicted_lens, one_each)
+    if predicted.min() < 0 or (prompt_lens.astype(np.int64) + predicted).max() >= 2**31:
+        raise ValueError(
+            f"predicted_lens: expected 0 or more, and with the prompt less than 2**31, got {predicted.min()} to "
+            f"{predicted.max()}"
+        )
     return Requests(
         prompts=each(prompts),
         prompt_lens=each(prompt_lens),
@@ -178,6 +199,8 @@ def make_requests(
         adapters=label("adapters", adapters),
         salts=label("salts", salts),
         priorities=label("priorities", priorities),
+        predicted_lens=each(predicted),
+        deadlines=each(arrivals if deadline_ms is None else _deadlines(deadline_ms, count)),
         stop_token=stop_token,
         samples=samples,
         beams=beams,
@@ -214,6 +237,19 @@ def _ticks(arrival_ms: object, count: int) -> np.ndarray:
     return ticks
 
 
+def _deadlines(deadline_ms: object, count: int) -> np.ndarray:
+    """Deadlines in ticks, in any order."""
+    times = np.asarray(deadline_ms)
+    if times.shape != (count,) or times.dtype.kind not in "iuf":
+        raise ValueError(
+            f"deadline_ms: expected {count} numbers, one for each of prompt_lens, got {times.dtype}{list(times.shape)}"
+        )
+    ticks = np.ceil(np.round(times.astype(np.float64) * (1000 / TICK_US), 6))
+    if not (np.all(ticks >= 0) and np.all(ticks < 2**31 - 1)):
+        raise ValueError(f"deadline_ms: expected times from 0 to {(2**31 - 2) * TICK_US // 1000}, got {times}")
+    return ticks
+
+
 def _require_search(samples: int, temperature: float, stop_token: int) -> None:
     """Refuses what a beam search would ignore."""
     if samples < 2:
@@ -226,10 +262,11 @@ def _require_search(samples: int, temperature: float, stop_token: int) -> None:
         )
 
 
-def final_lengths(requests: Requests, max_len: int) -> jax.Array:
-    """Tokens that each request has stored when it ends by itself: i32[requests].
+def final_lengths(requests: Requests, max_len: int, ids: jax.Array) -> jax.Array:
+    """Tokens that each of these requests has stored when it ends by itself; 0 for `requests.count`.
 
     Prompt and output, at most `max_len` together, without the last token: nothing comes after it that would attend
     to it, so its keys and values are never computed.
     """
-    return jnp.minimum(requests.prompt_lens + requests.output_lens, max_len) - 1
+    prompt = requests.prompt_lens.at[ids].get(mode="fill", fill_value=1)
+    return jnp.minimum(prompt + requests.output_lens.at[ids].get(mode="fill", fill_value=0), max_len) - 1

@@ -16,9 +16,10 @@ from jaxtyping import Array, Bool, Float, Int32
 from paxkv.block_tables import cdiv
 from paxkv.buddy import best_fit, ceil_log2, largest_order
 from paxkv.kv_cache import AttentionSpec, KVPool, attend_ranges
-from paxkv.memory import Ask, MapCalls, SharesNothing, Usage, no_map_calls, require_int32, usage_of_rows
+from paxkv.memory import Ask, Limits, MapCalls, SharesNothing, Usage, no_map_calls, require_int32, usage_of_rows
+from paxkv.memory import limits as make_limits
 from paxkv.outcomes import Outcome, select_outcome
-from paxkv.seqs import Seqs, advance, check_append, init_seqs, lowest_free_row, occupy, vacate
+from paxkv.seqs import Seqs, advance, check_append, init_seqs, longer, lowest_free_row, occupy, vacate
 from paxkv.sizes import require_int
 
 Policy = Literal["max", "pow2", "oracle"]
@@ -31,6 +32,7 @@ class ReservedState:
     """Who has which range. The row owns `2**orders * min_block` slots and may use the first `sizes` of them."""
 
     seqs: Seqs
+    limits: Limits
     starts: jax.Array  # i32[rows]; first slot, 0 for a free row
     sizes: jax.Array  # i32[rows]; slots asked for, 0 for a free row
     orders: jax.Array  # i32[rows]; of the buddy block, 0 for a free row
@@ -82,10 +84,14 @@ class Reserved(SharesNothing):
     def num_units(self) -> int:
         return self.num_slots // self.min_block
 
-    def init(self) -> ReservedState:
+    def init(self, limits: Limits | None = None) -> ReservedState:
         zeros = jnp.zeros(self.rows, jnp.int32)
         return ReservedState(
-            seqs=init_seqs(self.rows), starts=zeros, sizes=jnp.zeros_like(zeros), orders=jnp.zeros_like(zeros)
+            seqs=init_seqs(self.rows),
+            limits=limits or make_limits(self.num_units),
+            starts=zeros,
+            sizes=jnp.zeros_like(zeros),
+            orders=jnp.zeros_like(zeros),
         )
 
     def seqs(self, state: ReservedState) -> Seqs:
@@ -95,14 +101,16 @@ class Reserved(SharesNothing):
         size = self.reservation(ask)
         order = ceil_log2(cdiv(size, self.min_block))
         row, has_row = lowest_free_row(state.seqs)
-        leaf, found = best_fit(state.starts // self.min_block, state.orders, state.seqs.active, order, self.num_units)
-        never = (ask.most_tokens > self.max_len) | (order > largest_order(self.num_units))
+        ranges = (state.starts // self.min_block, state.orders, state.seqs.active)
+        leaf, found = best_fit(*ranges, order, self.num_units, state.limits.units)
+        never = (ask.most_tokens > self.max_len) | (order > largest_order(state.limits.units))
         outcome = select_outcome((never, Outcome.NEVER), (~has_row | ~found, Outcome.LATER))
         ok = outcome == Outcome.OK
         row = jnp.where(ok, row, self.rows)
         return (
             ReservedState(
                 seqs=occupy(state.seqs, row, ask.known_tokens, ok),
+                limits=state.limits,
                 starts=state.starts.at[row].set(leaf * self.min_block, mode="drop"),
                 sizes=state.sizes.at[row].set(size, mode="drop"),
                 orders=state.orders.at[row].set(order, mode="drop"),
@@ -132,6 +140,15 @@ class Reserved(SharesNothing):
         del state
         return jnp.int32(0)
 
+    def steady_steps(
+        self, state: ReservedState, grows: Bool[Array, " rows"], steps: Int32[Array, ""]
+    ) -> Int32[Array, ""]:
+        del state, grows
+        return steps
+
+    def look_ahead(self, state: ReservedState, grows: Bool[Array, " rows"], steps: Int32[Array, ""]) -> ReservedState:
+        return dataclasses.replace(state, seqs=longer(state.seqs, grows, steps))
+
     def append(
         self, state: ReservedState, new_tokens: Int32[Array, " rows"], max_new_tokens: int
     ) -> tuple[ReservedState, Int32[Array, ""]]:
@@ -144,6 +161,7 @@ class Reserved(SharesNothing):
         seqs, released = vacate(state.seqs, rows)
         return ReservedState(
             seqs=seqs,
+            limits=state.limits,
             starts=jnp.where(released, 0, state.starts),
             sizes=jnp.where(released, 0, state.sizes),
             orders=jnp.where(released, 0, state.orders),
@@ -175,7 +193,7 @@ class Reserved(SharesNothing):
         return attend_ranges(q, k, v, starts, lengths, cu_q_lens, spec, max_q_len=max_q_len, backend=backend)
 
     def usage(self, state: ReservedState, final_lengths: Int32[Array, " rows"]) -> Usage:
-        return usage_of_rows(self.capacity, state.seqs, *self.request_slots(state), final_lengths)
+        return usage_of_rows(state.limits.units * self.min_block, state.seqs, *self.request_slots(state), final_lengths)
 
     def request_slots(self, state: ReservedState) -> tuple[Int32[Array, " rows"], Int32[Array, " rows"]]:
         return state.sizes, self.held(state) * self.min_block

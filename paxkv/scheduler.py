@@ -23,16 +23,21 @@ are unknown here: the engine and the simulator run the same code.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int32
 
+from paxkv.control_flow import run_if
 from paxkv.memory import KVMemory
+from paxkv.policy import FIRST_COME, Choices, Policy, as_choices
 from paxkv.preemption import discard_parked, make_room
 from paxkv.publish_tokens import publish_granted
+from paxkv.queue import let_in
 from paxkv.requests import Reason, Requests, Status
-from paxkv.scheduler_state import FIRST_COME, Plan, Policy, SchedulerState, by_row, known_tokens
+from paxkv.scheduler_state import Plan, SchedulerState, by_row, known_tokens
+from paxkv.swap_state import Moves, join_moves
 from paxkv.waiting import admit_waiting
 
 
@@ -41,7 +46,7 @@ def schedule(
     requests: Requests,
     state: SchedulerState,
     token_budget: int,
-    policy: Policy = FIRST_COME,
+    policy: Policy | Choices = FIRST_COME,
     transcripts: Int32[Array, "requests width"] | None = None,
 ) -> tuple[SchedulerState, Plan]:
     """Decides the next step and makes room for it: preempts, admits, and appends to memory.
@@ -54,46 +59,97 @@ def schedule(
       policy: what it may choose.
       transcripts: prompt and output so far of each request; needed if memory shares what is equal.
     """
-    backlog = known_tokens(requests, state.progress, state.row_request) - memory.seqs(state.memory).lengths
-    if requests.samples > 1 and memory.can_fork:
-        backlog -= _waits_for_others(requests, state, backlog).astype(jnp.int32)
-    # An id is a place in the order of arrival. Who was preempted or overtaken may have younger ones before it.
-    order = jnp.lexsort((state.row_request, backlog > 1))
-    granted = _share_budget(backlog, order, token_budget)
+    choice = as_choices(policy)
+    state = let_in(requests, state)
+    backlog = _backlog(memory, requests, state)
+    if choice.may("first", "prefill"):
+        backlog = jnp.where(choice.prefill_first & (backlog == 1), 0, backlog)
+    stored = _store(memory, choice, requests, transcripts, state, backlog, token_budget)
+    new = admit_waiting(
+        memory,
+        choice,
+        requests,
+        transcripts if memory.publishes else None,
+        stored.state,
+        token_budget - jnp.sum(stored.granted),
+        token_budget,
+        closed=stored.preempted > 0,
+    )
+    stored = stored._replace(state=new.state, granted=stored.granted + new.granted, starts=stored.starts + new.starts)
+    if choice.may("first", "prefill"):
+        nobody_reads = choice.prefill_first & (jnp.sum(stored.granted) == 0)
 
+        def answer(before: _Stored) -> _Stored:
+            backlog = jnp.where(_backlog(memory, requests, before.state) == 1, 1, 0)
+            after = _store(memory, choice, requests, transcripts, before.state, backlog, token_budget)
+            return after._replace(
+                preempted=before.preempted + after.preempted,
+                recompute_tokens=before.recompute_tokens + after.recompute_tokens,
+                moves_out=_joined(before.moves_out, after.moves_out),
+            )
+
+        stored = run_if(nobody_reads, answer, stored)
+    state, granted = stored.state, stored.granted
+    known = known_tokens(requests, state.progress, state.row_request)
+    return state, Plan(
+        new_tokens=granted,
+        starts=stored.starts,
+        samples=(granted > 0) & (stored.starts + granted == known),
+        admitted=new.admitted,
+        refused=new.refused,
+        preempted=stored.preempted,
+        recompute_tokens=stored.recompute_tokens,
+        hit_tokens=new.hit_tokens,
+        closed=new.closed & (stored.preempted == 0),
+        moves_out=stored.moves_out,
+        moves_in=new.moves,
+    )
+
+
+class _Stored(NamedTuple):
+    """Rows that were given tokens to compute, and room for them."""
+
+    state: SchedulerState
+    granted: Int32[Array, " rows"]
+    starts: Int32[Array, " rows"]
+    preempted: Int32[Array, ""]
+    recompute_tokens: Int32[Array, ""]
+    moves_out: Moves | None
+
+
+def _joined(first: Moves | None, then: Moves | None) -> Moves | None:
+    return first if then is None or first is None else join_moves(first, then)
+
+
+def _store(
+    memory: KVMemory[Any],
+    policy: Choices,
+    requests: Requests,
+    transcripts: Int32[Array, "requests width"] | None,
+    state: SchedulerState,
+    backlog: Int32[Array, " rows"],
+    token_budget: int,
+) -> _Stored:
+    """Shares the token budget among those who run, preempts until there is room for it, and takes the room.
+
+    Those who run take what they need before anybody is admitted to the rest. The outcomes are also sticky faults.
+    """
+    granted = _share_budget(backlog, state.row_request, token_budget)
     state, victims, recompute_tokens, moves_out = make_room(memory, policy, requests, state, granted)
     granted = jnp.where(victims, 0, granted)
-    preempted = jnp.sum(victims, dtype=jnp.int32)
-
-    # Those who run take what they need before anybody is admitted to the rest. The outcomes are also sticky faults.
     starts = memory.seqs(state.memory).lengths
     state = dataclasses.replace(state, memory=memory.append(state.memory, granted, token_budget)[0])
     if memory.publishes == "on_schedule":
         state = publish_granted(memory, transcripts, state, starts, granted, token_budget)
-    new = admit_waiting(
-        memory,
-        policy,
-        requests,
-        transcripts if memory.publishes else None,
-        state,
-        token_budget - jnp.sum(granted),
-        token_budget,
-        closed=preempted > 0,
-    )
-    state, granted, starts = new.state, granted + new.granted, starts + new.starts
-    known = known_tokens(requests, state.progress, state.row_request)
-    return state, Plan(
-        new_tokens=granted,
-        starts=starts,
-        samples=(granted > 0) & (starts + granted == known),
-        admitted=new.admitted,
-        refused=new.refused,
-        preempted=preempted,
-        recompute_tokens=recompute_tokens,
-        hit_tokens=new.hit_tokens,
-        moves_out=moves_out,
-        moves_in=new.moves,
-    )
+    return _Stored(state, granted, starts, jnp.sum(victims, dtype=jnp.int32), recompute_tokens, moves_out)
+
+
+def _backlog(memory: KVMemory[Any], requests: Requests, state: SchedulerState) -> Int32[Array, " rows"]:
+    """Tokens that each row knows, has not stored, and may compute now."""
+    backlog = known_tokens(requests, state.progress, state.row_request) - memory.seqs(state.memory).lengths
+    if requests.samples > 1 and memory.can_fork:
+        backlog -= _waits_for_others(requests, state, backlog).astype(jnp.int32)
+    return backlog
 
 
 def _waits_for_others(
@@ -109,12 +165,21 @@ def _waits_for_others(
 
 
 def _share_budget(
-    backlog: Int32[Array, " rows"], order: Int32[Array, " rows"], token_budget: int
+    backlog: Int32[Array, " rows"], row_request: Int32[Array, " rows"], token_budget: int
 ) -> Int32[Array, " rows"]:
-    """Tokens for each row: the first in order takes what it needs, the next what is left, and so on."""
-    wanted = backlog[order]
-    before = jnp.cumsum(wanted) - wanted
-    return jnp.zeros_like(backlog).at[order].set(jnp.clip(token_budget - before, 0, wanted))
+    """Tokens for each row: the first in order takes what it needs, the next what is left, and so on.
+
+    First those that have caught up, then the others in order of arrival, which is that of their numbers: who was
+    preempted or overtaken may have younger ones in the rows before it.
+    """
+
+    def in_order(backlog: jax.Array) -> jax.Array:
+        order = jnp.lexsort((row_request, backlog > 1))
+        wanted = backlog[order]
+        before = jnp.cumsum(wanted) - wanted
+        return jnp.zeros_like(backlog).at[order].set(jnp.clip(token_budget - before, 0, wanted))
+
+    return run_if(jnp.sum(backlog) > token_budget, in_order, backlog)
 
 
 def commit(
@@ -195,6 +260,7 @@ def abort(
     ends = unwanted & (progress.status != Status.ENDED)
     leaves = ends.at[state.row_request].get(mode="fill", fill_value=False)
     state = discard_parked(memory, state, ends)
+    waited = ends & (progress.status == Status.WAITING) & (jnp.arange(requests.count) < state.arrived)
     progress = dataclasses.replace(
         progress,
         status=jnp.where(ends, Status.ENDED, progress.status),
@@ -206,11 +272,5 @@ def abort(
         memory=memory.release(state.memory, leaves),
         progress=progress,
         row_request=jnp.where(leaves, requests.count, state.row_request),
+        queued=state.queued - jnp.sum(waited, dtype=jnp.int32),
     )
-
-
-def next_arrival(requests: Requests, state: SchedulerState) -> Int32[Array, ""]:
-    """When the next request arrives, or the clock if none is still to come: where an idle engine jumps to."""
-    to_come = (state.progress.status == Status.WAITING) & (requests.arrivals > state.clock)
-    first = jnp.argmax(to_come)
-    return jnp.where(to_come[first], requests.arrivals[first], state.clock)

@@ -2,56 +2,15 @@
 
 import dataclasses
 import typing
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Int32
 
-from paxkv.memory import KVMemory
+from paxkv.memory import KVMemory, Limits
 from paxkv.requests import Progress, Requests, init_progress
-from paxkv.sizes import require_bool
 from paxkv.swap_state import Moves
-
-Victim = Literal["last_arrived", "least_work", "priority"]
-Preemption = Literal["recompute", "swap"]
-
-
-@jax.tree_util.register_static
-@dataclasses.dataclass(frozen=True)
-class Policy:
-    """What the scheduler may choose.
-
-    Attributes:
-      victim: whom to preempt when memory runs out: who arrived last, who has the fewest tokens stored (and so the
-        least to recompute), or who has the lowest priority. Among equals who arrived last. Where that could preempt
-        everybody in turn, someone always gets on: the oldest, the one with most work, the most important one.
-      preemption: what becomes of what a victim has stored. It is computed again, or, with a memory that has host
-        blocks, it goes to the host and comes back; where the host has no room it is computed again.
-      overtake: whether a request may be admitted before an earlier one for which there is no room. Memory is used
-        better, and large requests may wait for as long as small ones keep coming.
-    """
-
-    victim: Victim = "last_arrived"
-    preemption: Preemption = "recompute"
-    overtake: bool = False
-
-    def __post_init__(self) -> None:
-        """Refuses policies that there are not."""
-        for name, kind in (("victim", Victim), ("preemption", Preemption)):
-            if getattr(self, name) not in typing.get_args(kind):
-                raise ValueError(
-                    f"{name}: expected one of {', '.join(typing.get_args(kind))}, got {getattr(self, name)!r}"
-                )
-        require_bool("overtake", self.overtake)
-
-    def swaps(self, memory: KVMemory[Any]) -> bool:
-        """Whether victims go to the host."""
-        return self.preemption == "swap" and memory.host_blocks > 0
-
-
-FIRST_COME = Policy()
-"""First come, first served, and the last to come is the first to go."""
 
 
 @typing.no_type_check
@@ -64,6 +23,9 @@ class SchedulerState:
     progress: Progress
     row_request: jax.Array  # i32[rows]; the sentinel requests.count for a free row
     clock: jax.Array  # i32[]; ticks
+    arrived: jax.Array  # i32[]; requests that had arrived when the last step was scheduled
+    queued: jax.Array  # i32[]; those of them that wait for a row
+    first: jax.Array  # i32[]; no request with a lower number waits
     places: jax.Array | None = None  # i32[requests]; where a request is parked on the host, `rows` if it is not
 
 
@@ -81,25 +43,28 @@ class Plan:
     preempted: jax.Array  # i32[]
     recompute_tokens: jax.Array  # i32[]; stored tokens that preemption threw away
     hit_tokens: jax.Array  # i32[]; tokens that admitted requests found stored already
+    closed: jax.Array  # bool[]; all who wait were told to, and will be again unless something is given back
     moves_out: Moves | None = None  # blocks to copy to the host before the step computes anything
     moves_in: Moves | None = None  # and back from it, after that
 
 
-def init_scheduler(memory: KVMemory[Any], requests: Requests) -> SchedulerState:
+def init_scheduler(memory: KVMemory[Any], requests: Requests, limits: Limits | None = None) -> SchedulerState:
     """Empty memory, nobody started, clock at zero."""
     return SchedulerState(
-        memory=memory.init(),
+        memory=memory.init(limits),
         progress=init_progress(requests.count),
         row_request=jnp.full(memory.rows, requests.count, jnp.int32),
         clock=jnp.int32(0),
+        arrived=jnp.int32(0),
+        queued=jnp.int32(0),
+        first=jnp.int32(0),
         places=jnp.full(requests.count, memory.rows, jnp.int32) if memory.host_blocks else None,
     )
 
 
 def known_tokens(requests: Requests, progress: Progress, row_request: Int32[Array, " rows"]) -> Int32[Array, " rows"]:
     """Prompt and output so far of the request in each row, 0 for a free row."""
-    known = requests.prompt_lens + progress.generated
-    return known.at[row_request].get(mode="fill", fill_value=0)
+    return by_row(requests.prompt_lens, row_request, 0) + by_row(progress.generated, row_request, 0)
 
 
 def by_row(values: Int32[Array, " requests"], row_request: Int32[Array, " rows"], free: int) -> Int32[Array, " rows"]:

@@ -61,6 +61,11 @@ def occupy(
     )
 
 
+def longer(seqs: Seqs, grows: Bool[Array, " rows"], steps: Int32[Array, ""]) -> Seqs:
+    """These rows with so many tokens more."""
+    return dataclasses.replace(seqs, lengths=seqs.lengths + jnp.where(grows, steps, 0))
+
+
 def check_append(
     seqs: Seqs, new_tokens: Int32[Array, " rows"], max_len: int | Int32[Array, " rows"], max_new_tokens: int
 ) -> Bool[Array, " rows"]:

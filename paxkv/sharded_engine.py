@@ -17,11 +17,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jaxtyping import Int32, PyTree
 
-from paxkv.engine import Engine, EngineState, StepRecord, init_engine, output_tokens, step
+from paxkv.engine import Engine, EngineState, init_engine, output_tokens, step
 from paxkv.kv_cache import KVCache, KVPool, LayerCache
 from paxkv.requests import Requests
 from paxkv.sharding import RULES, Rules, partition, put, to_host
 from paxkv.split_paged import SplitPaged
+from paxkv.steps import StepRecord
 
 
 @dataclasses.dataclass(frozen=True)

@@ -218,7 +218,7 @@ def swap_in(
     promised = jnp.maximum(promised, jnp.minimum(length + 1, memory.max_len))
     most = jnp.maximum(memory.most_held(promised, first), held)
     need = jnp.sum(most - held) + jnp.sum(copied | (kept & free), dtype=jnp.int32)
-    reserve = jnp.where(jnp.any(state.seqs.active) & keep_back, memory.watermark_blocks, 0)
+    reserve = jnp.where(jnp.any(state.seqs.active) & keep_back, state.limits.watermark, 0)
     later = ~has_row | (need + memory.owed(state) + reserve > state.pool.num_free)
     outcome = select_outcome(
         (~parked, Outcome.OUT_OF_RANGE), (jnp.sum(most) > none, Outcome.NEVER), (later, Outcome.LATER)

@@ -11,9 +11,11 @@ from jaxtyping import Array, Bool, Int32
 from paxkv.control_flow import run_if
 from paxkv.memory import Ask, Content, KVMemory
 from paxkv.outcomes import Outcome
+from paxkv.policy import Choices
 from paxkv.publish_tokens import publish_granted
+from paxkv.queue import first_waiting, least_waiting
 from paxkv.requests import Reason, Requests, Status, final_lengths
-from paxkv.scheduler_state import Policy, SchedulerState, by_row
+from paxkv.scheduler_state import SchedulerState, by_row
 from paxkv.swap_state import Moves, join_moves, no_moves_in
 
 
@@ -27,6 +29,7 @@ class Admitted(NamedTuple):
     refused: Int32[Array, ""]
     hit_tokens: Int32[Array, ""]
     moves: Moves | None  # blocks to copy back from the host
+    closed: Bool[Array, ""]  # all who wait were told to
 
 
 class _Round(NamedTuple):
@@ -38,7 +41,7 @@ class _Round(NamedTuple):
 
 def admit_waiting(
     memory: KVMemory[Any],
-    policy: Policy,
+    policy: Choices,
     requests: Requests,
     transcripts: Int32[Array, "requests width"] | None,
     state: SchedulerState,
@@ -48,27 +51,38 @@ def admit_waiting(
 ) -> Admitted:
     """Admits waiting requests in order until one has to wait, the budget is spent, or nobody is left.
 
-    Unless `policy.overtake`, the queue is strictly first come, first served: a small request never overtakes a large
-    one, so the large one is sure to be served.
+    Unless `policy.overtake`, nobody is passed over: under `first_come` a small request never overtakes a large one, so
+    the large one is sure to be served.
 
     A request that is admitted to a memory that publishes on schedule stores and publishes its tokens at once, so that
     the next one in the same step can share them.
     """
-    final = final_lengths(requests, memory.max_len)
     at_once = memory.publishes == "on_schedule"
 
     def is_open(carry: _Round) -> Bool[Array, ""]:
-        spent = jnp.sum(carry.so_far.granted)
-        return ~carry.closed & (carry.candidate < requests.count) & (spent < token_budget)
+        left = token_budget - jnp.sum(carry.so_far.granted)
+        is_open = ~carry.closed & (carry.candidate < requests.count) & (left > 0)
+        if not policy.may("chunked", False):
+            return is_open
+        known = _known(requests, carry.so_far.state, carry.candidate)
+        return is_open & (policy.chunked | (known <= left) | (known > max_new_tokens))
 
     def try_one(carry: _Round) -> _Round:
         so_far, candidate = carry.so_far, carry.candidate
         state = so_far.state
-        known = requests.prompt_lens[candidate] + state.progress.generated[candidate]
+        known = _known(requests, state, candidate)
         content = _content(requests, transcripts, state, candidate)
-        memory_state, row, outcome, moves, forked = _ask(
-            memory, requests, state, candidate, known, final[candidate], content, so_far.moves
-        )
+
+        def ask(answer: tuple) -> tuple:
+            *_, moves, _ = answer
+            return _ask(memory, policy, requests, state, candidate, known, content, moves)
+
+        answer = (state.memory, jnp.int32(memory.rows), jnp.int32(Outcome.LATER), so_far.moves, jnp.bool(False))
+        if policy.may("max_adapters", None) and len(policy.static) == 1:
+            answer = ask(answer)
+        else:
+            answer = run_if(~_too_many_adapters(policy, requests, state, candidate), ask, answer)
+        memory_state, row, outcome, moves, forked = answer
         ok, ends = outcome == Outcome.OK, outcome == Outcome.NEVER
         row = jnp.where(ok, row, memory.rows)
         state = _book(memory, requests, state, memory_state, candidate, row, ends)
@@ -86,7 +100,7 @@ def admit_waiting(
             state = dataclasses.replace(state, memory=memory_state)
             state = publish_granted(memory, transcripts, state, starts, granted, max_new_tokens)
         later = ~ok & ~ends
-        following, completes = _next_waiting(memory, requests, state, candidate if policy.overtake else None)
+        state, following, completes = _next_waiting(memory, policy, requests, state, candidate)
         return _Round(
             Admitted(
                 state=state,
@@ -96,8 +110,9 @@ def admit_waiting(
                 refused=so_far.refused + ends.astype(jnp.int32),
                 hit_tokens=so_far.hit_tokens + stored,
                 moves=moves,
+                closed=so_far.closed,
             ),
-            closed=later & carry.completes if policy.overtake else later,
+            closed=later & (carry.completes | ~policy.overtake),
             candidate=following,
             completes=completes,
         )
@@ -105,37 +120,67 @@ def admit_waiting(
     nothing = jnp.zeros(memory.rows, jnp.int32)
     zero = jnp.int32(0)
     moves = no_moves_in(memory.num_units, memory.host_blocks) if policy.swaps(memory) else None
-    so_far = Admitted(state, nothing, jnp.zeros_like(nothing), zero, jnp.zeros_like(zero), jnp.zeros_like(zero), moves)
-    start = _Round(so_far, closed, *_next_waiting(memory, requests, state, None))
-    end = jax.lax.while_loop(is_open, try_one, start).so_far
+    state, candidate, completes = _next_waiting(memory, policy, requests, state, jnp.int32(-1))
+    so_far = Admitted(state, nothing, jnp.zeros_like(nothing), zero, zero, zero, moves, jnp.bool(False))
+    last = jax.lax.while_loop(is_open, try_one, _Round(so_far, closed, candidate, completes))
+    all_asked = ~closed & (last.closed | (last.candidate >= requests.count))
+    end = last.so_far._replace(closed=all_asked)
     if not at_once:
         memory_state, _ = memory.append(end.state.memory, end.granted, max_new_tokens)
         end = end._replace(state=dataclasses.replace(end.state, memory=memory_state))
     return end
 
 
-def _next_waiting(
-    memory: KVMemory[Any], requests: Requests, state: SchedulerState, after: Int32[Array, ""] | None
-) -> tuple[Int32[Array, ""], Bool[Array, ""]]:
-    """The earliest request (after one) that has arrived and waits, `requests.count` if there is none.
+def _known(requests: Requests, state: SchedulerState, candidate: Int32[Array, ""]) -> Int32[Array, ""]:
+    """Prompt and output so far; 1 for nobody."""
+    prompt = requests.prompt_lens.at[candidate].get(mode="fill", fill_value=1)
+    return prompt + state.progress.generated.at[candidate].get(mode="fill", fill_value=0)
 
-    Before all others come those whose group runs in part: it holds memory and cannot go on without them.
+
+def _too_many_adapters(
+    policy: Choices, requests: Requests, state: SchedulerState, candidate: Int32[Array, ""]
+) -> Bool[Array, ""]:
+    """Whether the candidate's adapter would be one too many beside those that run."""
+    none = -(2**31)
+    running = jnp.sort(by_row(requests.adapters, state.row_request, none))
+    is_other = (running != none) & jnp.concatenate([jnp.ones(1, jnp.bool), running[1:] != running[:-1]])
+    wanted = requests.adapters[candidate]
+    return ~jnp.any(running == wanted) & (jnp.sum(is_other, dtype=jnp.int32) >= policy.max_adapters)
+
+
+def _next_waiting(
+    memory: KVMemory[Any],
+    policy: Choices,
+    requests: Requests,
+    state: SchedulerState,
+    after: Int32[Array, ""],
+) -> tuple[SchedulerState, Int32[Array, ""], Bool[Array, ""]]:
+    """The next request in order that has arrived and waits, `requests.count` if there is none.
+
+    Under `policy.overtake` the next one after another. Before all others come those whose group runs in part: it holds
+    memory and cannot go on without them.
 
     Returns:
-      The request, and whether its group runs in part.
+      The state, in which that nobody before waits may have become known; the request, and whether its group runs in
+      part.
     """
-    waiting = (state.progress.status == Status.WAITING) & (requests.arrivals <= state.clock)
-    completes = jnp.bool(False)
-    if memory.can_fork and requests.samples > 1:
-        leaders = by_row(requests.leaders, state.row_request, requests.count)
-        runs = jnp.zeros(requests.count, jnp.bool).at[leaders].set(True, mode="drop")
-        missing = waiting & runs[requests.leaders]
-        completes = jnp.any(missing)
-        waiting = jnp.where(completes, missing, waiting)
-    if after is not None:
-        waiting &= completes | (jnp.arange(requests.count, dtype=jnp.int32) > after)
-    first = jnp.argmax(waiting).astype(jnp.int32)
-    return jnp.where(waiting[first], first, requests.count), completes
+    nobody = requests.count
+    first = first_waiting(requests, state, state.first)
+    state = dataclasses.replace(state, first=first)
+    after = jnp.where(policy.overtake, after, -1)
+    following = first_waiting(requests, state, jnp.maximum(first, after + 1))
+    following = jnp.where(following < state.arrived, following, nobody)
+    if policy.may("order", "shortest", "priority", "deadline"):
+        by_key = (policy.order != 0) & (state.queued > 0)
+        following = jax.lax.cond(by_key, lambda: least_waiting(policy, requests, state, after), lambda: following)
+    if not (memory.can_fork and requests.samples > 1):
+        return state, following, jnp.bool(False)
+    leaders = by_row(requests.leaders, state.row_request, nobody)
+    runs = jnp.zeros(nobody, jnp.bool).at[leaders].set(True, mode="drop")
+    has_come = jnp.arange(nobody, dtype=jnp.int32) < state.arrived
+    missing = (state.progress.status == Status.WAITING) & has_come & runs[requests.leaders]
+    completes = jnp.any(missing)
+    return state, jnp.where(completes, jnp.argmax(missing).astype(jnp.int32), following), completes
 
 
 def _content(
@@ -159,11 +204,11 @@ def _content(
 
 def _ask(
     memory: KVMemory[Any],
+    policy: Choices,
     requests: Requests,
     state: SchedulerState,
     candidate: Int32[Array, ""],
     known: Int32[Array, ""],
-    final: Int32[Array, ""],
     content: Content | None,
     moves: Moves | None,
 ) -> tuple[Any, Int32[Array, ""], Int32[Array, ""], Moves | None, Bool[Array, ""]]:
@@ -178,12 +223,17 @@ def _ask(
     no_output = requests.output_lens[candidate] == 0
     too_long = prompt >= memory.max_len
     impossible = memory.max_len + 1  # longer than any sequence may be, so memory answers NEVER
+    room = None
+    if policy.may("reserve_output", True):
+        predicted = jnp.minimum(prompt + requests.predicted_lens[candidate], memory.max_len) - 1
+        room = jnp.where(policy.reserve_output, jnp.maximum(known, predicted), known)
     ask = Ask(
         known_tokens=known,
         prompt_tokens=prompt,
-        final_tokens=jnp.where(no_output | too_long, impossible, final),
+        final_tokens=jnp.where(no_output | too_long, impossible, final_lengths(requests, memory.max_len, candidate)),
         content=content,
         sequences=requests.group_sizes[candidate] if memory.can_fork else 1,
+        room_tokens=room,
     )
     forks = memory.can_fork and requests.samples > 1
     if not forks and moves is None:
@@ -254,5 +304,6 @@ def _book(
         memory=memory_state,
         progress=progress,
         row_request=state.row_request.at[row].set(candidate, mode="drop"),
+        queued=state.queued - (runs | ends).astype(jnp.int32),
         places=places,
     )

@@ -33,7 +33,9 @@ class WorkloadConfig:
         max_prompt: Longest prompt of drawn exponential lengths, in tokens.
         max_total: Longest prompt + output of drawn exponential lengths, in tokens.
         rate: Mean requests per second of drawn arrivals (`.inf`: all at 0); None takes the trace's own times.
-        burstiness: Shape of the gaps between drawn arrivals: 1 is Poisson, `.inf` constant.
+        burstiness: Shape of the gaps between drawn arrivals: 1 is Poisson, `.inf` constant; a coefficient of variation
+            of 2 is 0.25.
+        rescale: Stretch drawn arrivals so that the last one is at `num_requests / rate`, as vLLM's benchmark does.
         length_scale: Factor on both lengths (rounded up), to bring a trace into a small model's context.
         time_scale: Factor on the arrival times; 0.5 doubles the load.
         too_long: Requests over `max_model_len`: `drop`, `truncate` (output first, then prompt), or `refuse`.
@@ -51,6 +53,7 @@ class WorkloadConfig:
     max_total: int = 2048
     rate: float | None = None
     burstiness: float = 1.0
+    rescale: bool = False
     length_scale: float = 1.0
     time_scale: float = 1.0
     too_long: TooLong = "refuse"
@@ -80,10 +83,13 @@ def load_workload(
         rng = stream(seed, "arrivals")
         workload = dataclasses.replace(
             workload,
-            arrival_ms=gamma_arrivals(rng, workload.num_requests, config.rate, config.burstiness),
+            arrival_ms=gamma_arrivals(
+                rng, workload.num_requests, config.rate, config.burstiness, rescale=config.rescale
+            ),
             provenance=dataclasses.replace(
                 workload.provenance,
-                arrivals=f"gamma gaps, rate {config.rate} requests/s, burstiness {config.burstiness}",
+                arrivals=f"gamma gaps, rate {config.rate} requests/s, burstiness {config.burstiness}"
+                + (", rescaled to end on time" if config.rescale else ""),
             ),
         )
     workload = dataclasses.replace(
@@ -251,6 +257,13 @@ def _check(config: WorkloadConfig) -> None:
             "burstiness",
             "1, its default, without rate",
             config.burstiness,
+            "give a rate to draw arrivals, or leave it out",
+        ),
+        (
+            config.rate is not None or not config.rescale,
+            "rescale",
+            "false, its default, without rate",
+            config.rescale,
             "give a rate to draw arrivals, or leave it out",
         ),
         (

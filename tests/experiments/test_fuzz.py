@@ -13,7 +13,7 @@ from experiments.fuzz_scan import play
 from experiments.fuzz_world import prints_of
 from experiments.progress import Progress
 from experiments.run_directory import RunDirectory
-from paxkv import block_tables, paged
+from paxkv import growth, paged
 from paxkv.outcomes import Outcome
 from paxkv.paged import Paged
 
@@ -72,15 +72,14 @@ def test_a_row_that_gets_the_block_of_another_reads_what_it_did_not_write(change
 
 
 def test_a_write_into_the_wrong_slot_is_seen_by_who_reads(changed):
-    put = block_tables.put
+    put = growth.put
 
-    def put_reversed(table, columns, ids, wanted):
-        both = jnp.sum(wanted, axis=1, keepdims=True) == 2
-        swapped = jnp.concatenate([ids[:, 1::-1], ids[:, 2:]], axis=1) if ids.shape[1] > 1 else ids
-        new = put(table, columns, jnp.where(both & (table.end[:, None] > 0), swapped, ids), wanted)
-        return dataclasses.replace(new, ids=jnp.where(new.end[:, None] == 5, jnp.roll(new.ids, 1, axis=0), new.ids))
+    def put_elsewhere(table, rows, columns, ids):
+        new = put(table, rows, columns, ids)
+        fifth = jnp.any((columns == 4) & (rows < table.ids.shape[0]))
+        return dataclasses.replace(new, ids=jnp.where(fifth, jnp.roll(new.ids, 1, axis=0), new.ids))
 
-    changed.setattr(block_tables, "put", put_reversed)
+    changed.setattr(growth, "put", put_elsewhere)
     played = play(PLAIN, "plain", 0, 3000)
     assert "rows_read_what_they_wrote" in played.first.checks
 

@@ -1,9 +1,19 @@
+import json
 import math
 
+import numpy as np
 import polars as pl
 import pytest
 
-from experiments.metrics import GLOSSARY, MODELLED, memory_metrics, memory_shares, request_metrics, served_by_all
+from experiments.metrics import (
+    GLOSSARY,
+    MODELLED,
+    memory_metrics,
+    memory_shares,
+    peak_concurrency,
+    request_metrics,
+    served_by_all,
+)
 
 
 def requests(*rows):
@@ -14,6 +24,7 @@ def requests(*rows):
             "first_token_ms": [times[0] if times else None for _, times in rows],
             "ended_ms": [times[-1] if times else float(arrival) for arrival, times in rows],
             "generated": [len(times) for _, times in rows],
+            "prompt_len": [8] * len(rows),
             "preemptions": [1] * len(rows),
             "token_ms": [list(times) for _, times in rows],
         },
@@ -92,12 +103,100 @@ def test_latency_is_that_of_the_compared_requests_and_throughput_that_of_all():
     assert (found["served"], found["compared_requests"]) == (2, 1)
     assert found["output_tokens_per_s"] == pytest.approx(3 / 0.705)
     latencies = {name for name in alone if "_ms" in name}
-    assert len(latencies) == 17
+    assert len(latencies) == 4 * 6 + 1
     assert {name: found[name] for name in latencies} == {name: alone[name] for name in latencies}
     nobody = request_metrics(rows, rows[2:])
     assert nobody["compared_requests"] == 0
     assert nobody["makespan_s"] == 0.705
     assert not latencies & nobody.keys()
+
+
+def test_deviations_are_those_of_the_population():
+    found = request_metrics(requests(*((0, [float(t), float(t) + 10.0]) for t in (10, 20, 30, 40))))
+    assert found["ttft_ms_std"] == pytest.approx(math.sqrt(125))  # of a sample it would be 12.91
+    assert found["tpot_ms_std"] == 0
+
+
+def test_tokens_that_come_together_have_one_gap_between_them_and_the_next():
+    # Three tokens a step, as with speculative decoding: no token waits 0 ms, and none of them 300.
+    found = request_metrics(requests((0, [300.0 * (1 + i // 3) for i in range(30)])))
+    assert found["itl_ms_mean"] == 300
+    assert found["tpot_ms_mean"] == pytest.approx(2700 / 29)
+
+
+def test_tokens_are_those_generated_and_not_those_asked_for():
+    # Stopped at 11 of 101 tokens: dividing by what was asked for made 10 ms of it.
+    rows = requests((0, evenly(1000, 100, 11))).with_columns(output_len=101)
+    assert request_metrics(rows)["tpot_ms_mean"] == pytest.approx(100)
+
+
+def test_the_first_token_is_the_first_one_whatever_it_holds():
+    # Counted from the first token with visible text, it was 34.69 s.
+    assert request_metrics(requests((0, [28_640.0, 34_690.0])))["ttft_ms_mean"] == 28_640
+
+
+def test_tokens_a_second_are_over_the_whole_run():
+    # 1.92 was printed for these 15,728,640 tokens in 8,192 s.
+    rows = pl.DataFrame({"arrival_ms": [0.0], "first_token_ms": [1.0], "ended_ms": [8_192_000.0]})
+    assert request_metrics(rows.with_columns(generated=15_728_640))["output_tokens_per_s"] == 1920
+    many = pl.concat([rows] * 200).with_columns(generated=15_728_640)
+    assert request_metrics(many)["output_tokens_per_s"] == 200 * 1920  # more than 32 bits hold
+
+
+def test_prompt_tokens_a_second_name_what_they_are_divided_by():
+    found = request_metrics(requests((0, evenly(500, 950, 11))).with_columns(prompt_len=1000))
+    assert found["makespan_s"] == 10
+    assert (found["prompt_tokens_per_s"], found["prompt_tokens_per_ttft_s"]) == (100, 2000)
+
+
+def test_requests_of_a_simulator_have_all_metrics_but_those_of_single_tokens():
+    rows = requests((0, evenly(500.0, 1000, 2)), (3, evenly(500.0, 100, 11)), (5, []))
+    whole = request_metrics(rows)
+    short = request_metrics(rows.drop("token_ms", "preemptions", "prompt_len"))
+    left_out = {"preemptions", "prompt_tokens_per_s", "prompt_tokens_per_ttft_s"}
+    assert short == {k: v for k, v in whole.items() if not k.startswith("itl") and k not in left_out}
+
+
+@pytest.mark.parametrize(
+    ("spans", "most"),
+    [
+        ([(0, 10), (10, 20), (20, 30)], 1),  # who ends makes way for who begins
+        ([(0, 10), (5, 15), (9, 20), (10, 11)], 3),
+        ([(0, 0), (0, 0)], 0),
+        ([(0, 10), (5, 5), (5, 6)], 2),
+        ([(4, 9)], 1),
+    ],
+)
+def test_concurrency_counts_half_open_spans(spans, most):
+    begin, end = np.array(spans, np.float64).T
+    assert peak_concurrency(begin, end) == most
+    moments = [sum(b <= at < e for b, e in spans) for at in begin]
+    assert most == max(moments)
+
+
+def test_a_measured_run_of_another_server_has_the_latencies_that_were_published_of_it(trace_dir):
+    path = trace_dir / "llmservingsim_vllm_rtxpro6000_llama31_8b_requests.jsonl"
+    if not path.is_file():
+        pytest.skip(f"no {path}")
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    rows = pl.DataFrame(
+        {
+            "arrival_ms": [1000 * line["queued_ts"] for line in lines],
+            "first_token_ms": [1000 * line["first_token_ts"] for line in lines],
+            "ended_ms": [1000 * line["last_token_ts"] for line in lines],
+            "generated": [line["output_toks"] for line in lines],
+        }
+    )
+    found = request_metrics(rows)
+    published = {
+        "ttft": (7097.2, 9442.7, 16852.7, 18397.9, 19755.3),
+        "tpot": (32.5, 33.4, 36.5, 36.9, 37.3),
+        "latency": (28200.7, 29615.6, 35450.7, 36617.4, 37638.8),
+    }
+    for name, digits in published.items():
+        assert tuple(round(found[f"{name}_ms_{of}"], 1) for of in ("mean", "p50", "p90", "p95", "p99")) == digits
+    assert round(found["normalized_latency_ms"], 1) == 43.7
+    assert found["served"] == 300
 
 
 def test_a_request_that_one_memory_refused_is_compared_under_none():

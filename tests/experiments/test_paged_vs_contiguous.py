@@ -26,7 +26,7 @@ from pallas_kernels.kv_write import api as kv_write
 from pallas_kernels.paged_attention import api as paged_attention
 from paxkv.config import MemoryConfig
 from paxkv.cost_model import StepCost
-from paxkv.scheduler_state import Policy
+from paxkv.policy import Policy
 
 pytestmark = pytest.mark.slow
 

@@ -19,7 +19,7 @@ from models.checkpoint import save_checkpoint
 from models.config import DecoderConfig
 from models.decoder import Decoder
 from paxkv.cost_model import StepCost
-from paxkv.scheduler_state import Policy
+from paxkv.policy import Policy
 
 MODEL = DecoderConfig(vocab=256, width=16, layers=1, q_heads=2, kv_heads=1, head_dim=8, ffn=16, max_len=64)
 PARTS = ["sampling-2", "sampling-2-unshared", "beam-3"]

@@ -10,6 +10,7 @@ from flax import nnx
 from models.config import DecoderConfig
 from models.decoder import abstract_decoder
 from paxkv.model_shapes import MODEL_SHAPES
+from paxkv.model_sizes import MODEL_SIZES
 
 # All weights, those of a tied head once; of Gemma 3 from 4B on the text decoder's.
 WEIGHTS = {
@@ -81,3 +82,10 @@ def test_every_published_size_is_counted():
 def test_the_library_knows_the_same_keys_and_values(name):
     config, shape = published(name), MODEL_SHAPES[LIBRARY_NAMES[name]]
     assert (config.layers, config.kv_heads, config.head_dim) == (shape.layers, shape.kv_heads, shape.head_dim)
+
+
+@pytest.mark.parametrize("name", LIBRARY_NAMES)
+def test_the_library_knows_the_same_size(name):
+    config, size = published(name), MODEL_SIZES[LIBRARY_NAMES[name]]
+    assert (size.parameters, size.width, size.q_heads) == (WEIGHTS[name], config.width, config.q_heads)
+    assert (size.vocab, size.tied_embeddings) == (config.vocab, config.tied_embeddings)

@@ -13,6 +13,9 @@ class Request:
     arrival: int  # ticks
     tokens: list[int]  # what it will sample, one after another
     priority: int = 0
+    predicted: int = 0
+    deadline: int = 0
+    adapter: int = 0
     row: int | None = None
     generated: int = 0
     reason: str = "NONE"
@@ -69,9 +72,7 @@ class SchedulerOracle:
     def step(self) -> Step:
         step = Step(self.clock)
         calls_before = self.memory.calls()
-        left = self.give_to_running(self.token_budget, step)
-        if step.preempted == 0:
-            self.admit(left, step)
+        self.compute(step)
         self.look(step)
 
         sync_calls = self.memory.calls()[0] - calls_before[0]
@@ -87,6 +88,11 @@ class SchedulerOracle:
         self.memory.background()
         step.calls = tuple(after - before for before, after in zip(calls_before, self.memory.calls(), strict=True))
         return step
+
+    def compute(self, step: Step) -> None:
+        left = self.give_to_running(self.token_budget, step)
+        if step.preempted == 0:
+            self.admit(left, step)
 
     def running(self) -> list[Request]:
         return [r for r in self.requests if r.row is not None]
@@ -142,11 +148,15 @@ class SchedulerOracle:
     def admit(self, budget: int, step: Step) -> None:
         """First come, first served, until one has to wait or the budget is spent."""
         counts: dict[int, int] = {}
-        for request in self.requests:
-            if budget == 0 or request.arrival > self.clock:
-                break
+        for request in self.in_order([r for r in self.requests if r.arrival <= self.clock]):
             if request.ended or request.row is not None:
                 continue
+            if budget == 0 or self.must_be_whole(request, budget):
+                break
+            if self.is_barred(request):
+                if self.overtake:
+                    continue
+                break
             if request.output == 0:
                 self.refuse(request, "NO_OUTPUT", step)
                 continue
@@ -154,7 +164,7 @@ class SchedulerOracle:
                 self.refuse(request, "REFUSED_TOO_LONG", step)
                 continue
             final = min(request.prompt + request.output, self.memory.max_len) - 1  # the last token is never stored
-            row, outcome = self.memory.admit(request.known, request.prompt, final)
+            row, outcome = self.memory.admit(request.known, request.prompt, final, self.room(request))
             if outcome == NEVER:
                 self.refuse(request, "REFUSED_NEVER_FITS", step)
                 continue
@@ -170,6 +180,18 @@ class SchedulerOracle:
             budget -= counts[row]
             self.note(request, counts[row], step)
         self.store(counts)
+
+    def in_order(self, requests: list[Request]) -> list[Request]:
+        return requests
+
+    def must_be_whole(self, request: Request, budget: int) -> bool:
+        return False
+
+    def is_barred(self, request: Request) -> bool:
+        return False
+
+    def room(self, request: Request) -> int | None:
+        return None
 
     def refuse(self, request: Request, reason: str, step: Step) -> None:
         step.refused += 1
@@ -212,8 +234,53 @@ class PolicyOracle(SchedulerOracle):
 
     def __init__(self, memory: Oracle, requests: list[Request], token_budget: int, stop_token: int, ticks_of, policy):
         super().__init__(memory, requests, token_budget, stop_token, ticks_of)
+        self.policy = policy
         self.victim = policy.victim
         self.overtake = policy.overtake
+        self.share_with = self.everybody
+
+    def everybody(self, request: Request) -> bool:
+        return True
+
+    def reads(self, request: Request) -> bool:
+        return request.known - self.length(request) > 1
+
+    def is_answered(self, request: Request) -> bool:
+        return not self.reads(request)
+
+    def compute(self, step: Step) -> None:
+        if self.policy.first == "decode":
+            super().compute(step)
+            return
+        self.share_with = self.reads
+        super().compute(step)
+        if not step.new_tokens:
+            self.share_with = self.is_answered
+            self.give_to_running(self.token_budget, step)
+
+    def in_order(self, requests: list[Request]) -> list[Request]:
+        return sorted(
+            requests,
+            key=lambda r: {
+                "first_come": 0,
+                "shortest": r.prompt + r.predicted,
+                "priority": -r.priority,
+                "deadline": r.deadline,
+            }[self.policy.order],
+        )
+
+    def must_be_whole(self, request: Request, budget: int) -> bool:
+        return not self.policy.chunked and budget < request.known <= self.token_budget
+
+    def is_barred(self, request: Request) -> bool:
+        adapters = {r.adapter for r in self.running()}
+        most = self.policy.max_adapters
+        return most is not None and request.adapter not in adapters and len(adapters) >= most
+
+    def room(self, request: Request) -> int | None:
+        if not self.policy.reserve_output:
+            return None
+        return max(request.known, min(request.prompt + request.predicted, self.memory.max_len) - 1)
 
     def worth(self, request: Request) -> int:
         return {"last_arrived": 0, "least_work": self.length(request), "priority": request.priority}[self.victim]
@@ -221,7 +288,8 @@ class PolicyOracle(SchedulerOracle):
     def give_to_running(self, budget: int, step: Step) -> int:
         shares: dict[int, int] = {}  # by request
         for request in sorted(self.running(), key=lambda r: (r.known - self.length(r) > 1, r.id)):
-            shares[request.id] = min(request.known - self.length(request), budget)
+            wanted = request.known - self.length(request) if self.share_with(request) else 0
+            shares[request.id] = min(wanted, budget)
             budget -= shares[request.id]
         while not self.has_room({r.row: shares[r.id] for r in self.running()}):
             self.preempt(min(self.running(), key=lambda r: (self.worth(r), -r.id)), step)

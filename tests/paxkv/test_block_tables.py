@@ -7,10 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from paxkv.block_tables import BlockTable, blocks_for, cdiv, init_block_table, new_columns, put, slot_of
+from paxkv.block_tables import BlockTable, blocks_for, cdiv, init_block_table, put, slot_of
 
 NONE = 20
-NEW_COLUMNS = jax.jit(new_columns, static_argnums=2)
 PUT = jax.jit(put)
 SLOT_OF = jax.jit(slot_of, static_argnums=(3, 4))
 
@@ -50,51 +49,18 @@ def test_a_new_table_has_no_blocks():
     assert new.ids.shape == (3, 6)
 
 
-def test_a_row_grows_into_the_columns_behind_its_blocks_and_into_as_many_as_it_needs():
-    held = table([], [3, 4], [None, None, 5])
-    columns, needed = NEW_COLUMNS(held, ints(2, 2, 6), 3)
-    assert np.asarray(columns).tolist() == [[0, 1, 2], [2, 3, 4], [3, 4, 5]]
-    assert np.asarray(needed).tolist() == [[True, True, False], [False] * 3, [True] * 3]
-
-
-def test_growing_writes_behind_what_is_there_and_changes_nothing_else():
+def test_blocks_are_written_where_they_are_told_and_nowhere_else():
     held = table([], [3, 4], [None, None, 5], [6, 7])
-    columns, needed = NEW_COLUMNS(held, ints(2, 2, 6, 1), 3)
-    ids = jnp.where(needed, ints(*range(8, 20)).reshape(4, 3), NONE)
-    assert seen(PUT(held, columns, ids, needed)) == [[8, 9], [3, 4], [None, None, 5, 14, 15, 16], [6, 7]]
+    after = PUT(held, ints(0, 2, 4, 2, 0), ints(0, 3, 0, 5, 1), ints(8, 14, 19, 16, 9))  # there is no row 4
+    ends = dataclasses.replace(after, end=ints(2, 2, 6, 2))
+    ends = dataclasses.replace(ends, ids=ends.ids.at[2, 4].set(15))
+    assert seen(ends) == [[8, 9], [3, 4], [None, None, 5, 14, 15, 16], [6, 7]]
+    assert after.ids[2, 4] == NONE
 
 
-def test_a_growth_that_is_not_served_writes_nothing():
-    held = table([1], [3, 4])
-    columns, needed = NEW_COLUMNS(held, ints(3, 3), 2)
-    after = PUT(held, columns, jnp.full((2, 2), NONE, jnp.int32), needed & False)
-    for old, new in zip(jax.tree.leaves(held), jax.tree.leaves(after), strict=True):
-        np.testing.assert_array_equal(new, old)
-
-
-def test_the_last_column_can_be_filled_and_what_is_beyond_it_disturbs_nobody():
-    held = table([1, 2, 3, 4, 5], [6])
-    columns, needed = NEW_COLUMNS(held, ints(6, 1), 4)
-    after = PUT(held, columns, jnp.where(needed, 9, NONE), needed)
-    assert seen(after) == [[1, 2, 3, 4, 5, 9], [6]]
-
-
-@pytest.mark.parametrize(
-    ("block_size", "length", "new_length", "new_blocks"),
-    [
-        pytest.param(4, 4, 5, 1, id="the first token of a new block"),
-        pytest.param(4, 5, 6, 0, id="the second token of a block"),
-        pytest.param(4, 7, 8, 0, id="the last slot of a block"),
-        pytest.param(4, 6, 15, 2, id="several blocks at once"),
-        pytest.param(1, 2, 3, 1, id="blocks of one token"),
-        pytest.param(3, 0, 0, 0, id="nothing"),
-    ],
-)
-def test_growth_takes_a_block_exactly_when_the_last_one_is_full(block_size, length, new_length, new_blocks):
-    held = table([], list(range(-(-length // block_size))))
-    need = blocks_for(ints(0, new_length), block_size)
-    _, needed = NEW_COLUMNS(held, need, 4)
-    assert np.asarray(needed).sum(axis=1).tolist() == [0, new_blocks]
+def test_a_column_behind_the_last_one_disturbs_nobody():
+    held = table([1, 2, 3, 4, 5, 9], [6])
+    assert seen(PUT(held, ints(0, 1), ints(6, 7), ints(10, 11))) == [[1, 2, 3, 4, 5, 9], [6]]
 
 
 def test_slots_follow_the_table():

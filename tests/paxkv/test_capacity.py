@@ -13,6 +13,7 @@ from paxkv.capacity import (
     expected_concurrency,
     kv_budget,
     model_shape,
+    packed_requests,
     paged_concurrency,
     parse_size,
     plan_blocks,
@@ -315,3 +316,21 @@ def test_mean_length_must_be_positive(mean_tokens):
 def test_fraction_of_memory_is_checked_by_name():
     with pytest.raises(ValueError, match=r"^memory_fraction must be above 0 and at most 1, got 90"):
         kv_budget(100, "90")
+
+
+@quick
+@given(st.lists(st.integers(1, 9), max_size=12), st.integers(0, 40))
+def test_packed_requests_are_the_longest_beginning_that_fits(sizes, pool):
+    assert packed_requests(sizes, pool) == max(n for n in range(len(sizes) + 1) if sum(sizes[:n]) <= pool)
+
+
+def test_packing_reads_no_further_than_the_first_that_does_not_fit():
+    sizes = iter([2, 3, 1, 1])
+    assert packed_requests(sizes, 4) == 1
+    assert list(sizes) == [1, 1]  # they would have fitted beside the first
+
+
+@pytest.mark.parametrize(("sizes", "pool", "name"), [([1], -1, "pool"), ([0], 1, "sizes"), ([True], 1, "sizes")])
+def test_packing_refuses_what_is_no_size(sizes, pool, name):
+    with pytest.raises(ValueError, match=rf"^{name} must be"):
+        packed_requests(sizes, pool)

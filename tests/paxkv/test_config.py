@@ -56,6 +56,12 @@ def test_vattention_has_the_whole_page_groups_that_the_budget_pays_for():
     assert changed == VAttention(6, 40, 25, 256, 64, 4, 3, 0, False, 2)
 
 
+def test_vattention_takes_models_of_a_hundred_layers_and_more():
+    # A fixed bound below 100 left out Llama-405B, which has 126.
+    memory = make_memory(MemoryConfig(kind="vattention"), KVShape(126, 8, 128), 126 * 2**24, 4, 8192)
+    assert (memory.buffers, memory.num_groups) == (252, 4)
+
+
 @pytest.mark.parametrize("policy", ["max", "pow2", "oracle"])
 def test_reserved_memory_has_the_whole_smallest_ranges_that_the_budget_pays_for(policy):
     assert make(kind=f"reserved_{policy}") == Reserved(6, 40, num_slots=100, policy=policy)

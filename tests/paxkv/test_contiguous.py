@@ -37,6 +37,7 @@ def calls(pair: Lockstep) -> tuple[int, int, int]:
         pytest.param([0, 5, 0, 0], 5, 1, id="exactly enough"),
         pytest.param([0, 4, 7, 0], 3, 1, id="the first idle row has too little"),
         pytest.param([7, 4, 0, 0], 3, 1, id="the first idle row has too much"),
+        pytest.param([0, 4, 6, 7], 3, 1, id="the first idle row misses all, and was taken untested elsewhere"),
         pytest.param([2, 3, 1, 0], 5, 1, id="none has enough: the most"),
         pytest.param([3, 3, 3, 3], 2, 0, id="a tie"),
         pytest.param([2, 2, 1, 0], 5, 0, id="a tie of rows that have too little"),

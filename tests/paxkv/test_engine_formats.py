@@ -12,9 +12,9 @@ from paxkv.engine import Engine, all_ended, init_engine, output_tokens, run_step
 from paxkv.init_cache import init_kv_cache
 from paxkv.kv_format import KVFormat, TensorFormat, scheme
 from paxkv.paged import Paged
+from paxkv.policy import Policy
 from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import make_requests
-from paxkv.scheduler_state import Policy
 from tests.paxkv import fake_model
 from tests.paxkv.oracles.jitted import quickly
 

@@ -14,10 +14,10 @@ from paxkv.contiguous import VAttention
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine, all_ended, init_engine, output_tokens, run_steps
 from paxkv.paged import Paged
+from paxkv.policy import Policy
 from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import TICK_US, Reason, Status, make_requests
 from paxkv.scheduler import abort
-from paxkv.scheduler_state import Policy
 from tests.paxkv import fake_model, unchecked
 from tests.paxkv.oracles.caches import filled_cache
 from tests.paxkv.oracles.jitted import quickly

@@ -12,9 +12,9 @@ from paxkv import checks
 from paxkv.contiguous import VAttention
 from paxkv.engine import Engine, all_ended, init_engine, output_tokens, run_steps
 from paxkv.paged import Paged
+from paxkv.policy import Policy
 from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import Reason, make_requests
-from paxkv.scheduler_state import Policy
 from tests.paxkv import fake_model
 from tests.paxkv.oracles.caches import filled_cache
 from tests.paxkv.oracles.jitted import quickly

@@ -133,14 +133,15 @@ def stores_lengths_that_memory_could_not_serve(patch):
 
 @mutant("append", "paged_3_watermark")
 def serves_the_rows_it_can_when_the_pool_is_short(patch):
-    take = block_pool.take
+    grow = paged.grow
 
-    def take_some(pool, wanted, ranking=None):
-        affordable = wanted & (jnp.cumsum(wanted, dtype=jnp.int32) <= pool.num_free)
-        new, ids, _ = take(pool, affordable)
-        return new, ids, jnp.all(affordable == wanted)
+    def grow_some(memory, state, missing, copied):
+        before = jnp.cumsum(missing[0]) - missing[0]
+        affordable = jnp.clip(state.pool.num_free - before, 0, missing[0])
+        grown = grow(memory, state, (affordable,), copied)
+        return grown._replace(served=jnp.all(affordable == missing[0]))
 
-    patch.setattr(paged, "take", take_some)
+    patch.setattr(paged, "grow", grow_some)
 
 
 @mutant("admit", "paged_3_watermark")
@@ -344,12 +345,12 @@ def gives_slots_of_the_next_row(patch):
 # ---- reserved --------------------------------------------------------------------------------------------------
 
 
-def leafwise_best_fit(starts, orders, taken, order, num_leaves, *, highest=False, merge=True, padding=False):
+def leafwise_best_fit(starts, orders, taken, order, num_leaves, usable, *, highest=False, merge=True, padding=False):
     """Best fit by looking at every leaf, with a mistake at choice."""
     leaf = jnp.arange(1 << (num_leaves - 1).bit_length())
     after = leaf[None, :] >= starts[:, None]
     inside = after & (leaf[None, :] < (starts + (1 << orders))[:, None]) & taken[:, None]
-    free = ~jnp.any(inside, axis=0) & (padding | (leaf < num_leaves))
+    free = ~jnp.any(inside, axis=0) & (padding | (leaf < usable))
     found, at = jnp.bool(False), jnp.int32(num_leaves)
     for k in range(leaf.size.bit_length()):
         blocks = jnp.all(free.reshape(-1, 1 << k), axis=1)

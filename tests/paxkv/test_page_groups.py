@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from paxkv.model_shapes import KVShape, model_shape
-from paxkv.page_groups import PageGroups
+from paxkv.page_groups import PageGroups, held_pages
 
 quick = settings(deadline=None, max_examples=50)  # no deadline: a busy machine is no failure
 
@@ -112,6 +112,14 @@ def test_virtual_memory_of_a_long_context_server():
     assert groups("Yi-34B", 2, 64 * KIB).row_stride_bytes(200_000) == 204_800_000
 
 
+def test_rows_shorter_than_a_page_lie_a_page_apart():
+    # 32 KiB a row: mapped every 2 MiB but addressed every 32 KiB, the second row had no memory.
+    layout = PageGroups(KVShape(1, 1, 128), 2 * MIB)
+    assert 128 * token_bytes(layout) == 32 * KIB
+    assert layout.row_stride_bytes(128) == 2 * MIB
+    assert layout.virtual_bytes(4, 128) == 2 * 4 * 2 * MIB
+
+
 def test_page_smaller_than_a_token_still_backs_it_but_holds_none():
     layout = PageGroups(KVShape(1, 1, 4, element_bytes=2), page_bytes=3)
     assert layout.groups_for(1) == 3
@@ -138,3 +146,30 @@ def test_wrong_argument_is_refused_by_name(wrong):
     if wrong != 0:
         with pytest.raises(ValueError, match=r"^tokens must be"):
             layout.groups_for(wrong)
+
+
+def test_mapping_a_group_takes_a_call_in_every_tensor():
+    assert groups("Llama-3-8B", 2, 2 * MIB).map_ns(40_000) == 2_560_000
+    assert groups("Yi-34B", 2, 2 * MIB).map_ns(40_000) == 4_800_000
+    assert PageGroups(model_shape("Yi-34B"), 2 * MIB, sliced=True).map_ns(40_000) == 80_000
+    with pytest.raises(ValueError, match=r"^call_ns must be"):
+        groups("Yi-34B", 2, 2 * MIB).map_ns(0)
+
+
+@pytest.mark.parametrize(("stride", "pages"), [(1, 8), (2, 16), (4, 32), (8, 64), (16, 128)])
+def test_blocks_kept_apart_hold_as_many_pages_as_were_measured(stride, pages):
+    assert held_pages(range(0, 1024 * stride, stride), 128) == pages
+
+
+@quick
+@given(st.lists(st.integers(0, 60)), st.integers(1, 9))
+def test_a_page_is_held_while_any_of_its_blocks_is_kept(kept, blocks_per_page):
+    pages = [range(first, first + blocks_per_page) for first in range(0, 61, blocks_per_page)]
+    assert held_pages(kept, blocks_per_page) == sum(any(block in page for block in kept) for page in pages)
+
+
+def test_pages_of_no_blocks_and_blocks_before_the_first_are_refused():
+    with pytest.raises(ValueError, match=r"^blocks_per_page must be"):
+        held_pages([1], 0)
+    with pytest.raises(ValueError, match=r"^block_ids must be"):
+        held_pages([-1], 4)

@@ -1,6 +1,7 @@
 import inspect
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -46,13 +47,20 @@ def test_labels_are_kept_to_the_last_bit_and_each_sequence_of_a_prompt_has_them(
 
 
 def test_requests_end_with_their_output_or_at_the_longest_sequence_and_never_store_the_last_token():
-    assert final_lengths(make(), 10).tolist() == [8, 0, 9]
+    assert final_lengths(make(), 10, jnp.arange(3)).tolist() == [8, 0, 9]
 
 
 def test_no_request_arrives_before_its_time():
     times = np.array([0.0, 0.001, 0.01, 12.34, 12.3401])
     ticks = make_requests(np.ones((5, 1), int), np.ones(5, int), np.ones(5, int), times, seed=0).arrivals
     assert ticks.tolist() == [0, 1, 1, 1234, 1235]
+
+
+def test_arrivals_keep_to_the_plan_however_many_there_are():
+    # Each gap rounded by itself, or slept after other work, would add up: 200 a second became 183.5.
+    times = np.arange(1, 2001) * 5.00013
+    ticks = make_requests(np.ones((2000, 1), int), np.ones(2000, int), np.ones(2000, int), times, seed=0).arrivals
+    assert ticks.tolist() == [-(-i * 500_013 // 1000) for i in range(1, 2001)]
 
 
 def test_nobody_has_started():

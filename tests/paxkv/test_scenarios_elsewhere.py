@@ -17,9 +17,10 @@ from paxkv.contiguous import VAttention
 from paxkv.model_shapes import KVShape
 from paxkv.outcomes import Outcome
 from paxkv.paged import Paged
+from paxkv.policy import Policy
 from paxkv.requests import TICK_US, make_requests
 from paxkv.scheduler import commit, schedule
-from paxkv.scheduler_state import Policy, init_scheduler
+from paxkv.scheduler_state import init_scheduler
 from paxkv.windows import Group
 from tests.paxkv.oracles.jitted import paged, quickly
 from tests.paxkv.oracles.lockstep import ORACLES, ask

@@ -11,10 +11,12 @@ import pytest
 
 from paxkv.contiguous import VAttention
 from paxkv.paged import Paged
+from paxkv.policy import FIRST_COME, Policy, choices
+from paxkv.queue import next_arrival
 from paxkv.requests import TICK_US, Reason, Status, make_requests
 from paxkv.reserved import Reserved
-from paxkv.scheduler import commit, next_arrival, schedule
-from paxkv.scheduler_state import FIRST_COME, Policy, init_scheduler
+from paxkv.scheduler import commit, schedule
+from paxkv.scheduler_state import init_scheduler
 from tests.paxkv import unchecked
 from tests.paxkv.oracles.lockstep import ORACLES
 from tests.paxkv.scheduler_oracle import PolicyOracle, Request, SchedulerOracle
@@ -43,6 +45,18 @@ POLICIES = {
     "paged_1_priority": Policy(victim="priority"),
 }
 
+# All of these are values to one compiled program.
+CHOICES = {
+    "shortest": Policy(order="shortest", overtake=True, victim="least_work"),
+    "priority": Policy(order="priority", victim="priority", first="prefill"),
+    "deadline": Policy(order="deadline", chunked=False, overtake=True),
+    "prefill": Policy(first="prefill", reserve_output=True, victim="least_work"),
+    "whole": Policy(chunked=False, max_adapters=2),
+    "adapters": Policy(max_adapters=1, overtake=True, first="prefill", order="shortest"),
+    "reserve": Policy(reserve_output=True),
+    "first_come": FIRST_COME,
+}
+
 
 def ticks_of(tokens, kv_tokens=0, sync_map_calls=0):
     return 3 + 2 * tokens
@@ -53,9 +67,9 @@ def jitted_trace(name):
     """All steps of a trace in one call; every sampled token is looked up in a table."""
     (memory, budget), policy = MEMORIES[name], POLICIES.get(name, FIRST_COME)
 
-    def one_step(state, _, requests, tokens):
+    def one_step(state, _, requests, tokens, choice):
         before = state
-        state, plan = schedule(memory, requests, state, budget, policy)
+        state, plan = schedule(memory, requests, state, budget, policy if choice is None else choice)
         total = jnp.sum(plan.new_tokens)
         ticks = jnp.where(total > 0, ticks_of(total), next_arrival(requests, state) - state.clock)
         place = state.progress.generated.at[state.row_request].get(mode="fill", fill_value=0)
@@ -72,8 +86,8 @@ def jitted_trace(name):
         return after, seen
 
     @functools.partial(jax.jit, compiler_options={"xla_backend_optimization_level": 0})
-    def trace(requests, tokens):
-        one = functools.partial(one_step, requests=requests, tokens=tokens)
+    def trace(requests, tokens, choice):
+        one = functools.partial(one_step, requests=requests, tokens=tokens, choice=choice)
         state, seen = jax.lax.scan(one, init_scheduler(memory, requests), length=STEPS)
         left = memory.available(state.memory), memory.held(state.memory), memory.owners(state.memory)
         return state.progress, left, seen
@@ -81,7 +95,7 @@ def jitted_trace(name):
     return trace
 
 
-def run(name, requests):
+def run(name, requests, choice=None):
     device_requests = make_requests(
         np.zeros((REQUESTS, WIDTH), np.int32),
         np.array([r.prompt for r in requests]),
@@ -90,9 +104,12 @@ def run(name, requests):
         seed=0,
         stop_token=STOP,
         priorities=np.array([r.priority for r in requests]),
+        predicted_lens=np.array([r.predicted for r in requests]),
+        deadline_ms=np.array([r.deadline for r in requests]) * (TICK_US / 1000),
+        adapters=np.array([r.adapter for r in requests]),
     )
     tokens = jnp.asarray(np.array([r.tokens for r in requests], np.int32))
-    progress, left, seen = jax.tree.map(np.asarray, jitted_trace(name)(device_requests, tokens))
+    progress, left, seen = jax.tree.map(np.asarray, jitted_trace(name)(device_requests, tokens, choice))
     require_empty(MEMORIES[name][0], *left)
     happened = seen["plan"].new_tokens.sum(axis=1) + seen["plan"].refused
     return progress, [jax.tree.map(lambda a, i=i: a[i], seen) for i in range(np.flatnonzero(happened)[-1] + 3)]
@@ -110,6 +127,10 @@ def random_workload(seed):
         requests.append(Request(i, prompt, output, arrival, tokens))
     for request in requests:
         request.priority = rng.randint(1, 4)
+    for request in requests:
+        request.adapter = rng.randint(0, 3)
+        request.predicted = max(0, request.output + rng.choice([0, 0, -3, 3, 20]))
+        request.deadline = request.arrival + rng.choice([10, 50, 50, 400])
     return requests
 
 
@@ -136,6 +157,24 @@ def test_every_step_is_that_of_the_sequential_oracle(name):
     wanted = {"LENGTH", "STOP_TOKEN", "REFUSED_TOO_LONG", "NO_OUTPUT", "chunks"}
     wanted |= {"MAX_MODEL_LEN"} if oracle.memory.fits_empty(1, MAX_LEN) else {"REFUSED_NEVER_FITS"}
     assert all(happened[reason] > 4 for reason in wanted), happened
+
+
+@pytest.mark.parametrize("name", ["paged_3_watermark", "vattention"])
+def test_every_policy_is_a_value_to_one_program_and_decides_as_the_oracle_does(name):
+    memory, budget = MEMORIES[name]
+    unlike = Counter()
+    for policy in CHOICES.values():
+        for seed in range(12):
+            requests = random_workload(seed)
+            oracle = PolicyOracle(ORACLES[type(memory)](memory), requests, budget, STOP, ticks_of, policy)
+            progress, steps = run(name, requests, choices(policy, tuple(CHOICES.values())))
+            assert (progress.status == Status.ENDED).all(), f"{policy}, seed {seed}: livelock"
+            for i, now in enumerate(steps):
+                require_equal_step(requests, oracle.step(), now, f"{policy}, seed {seed}, step {i}")
+            unlike[policy] += progress.admitted_at.tolist() != run(name, requests)[0].admitted_at.tolist()
+    assert unlike.pop(FIRST_COME) == 0
+    assert min(unlike.values()) > 3, unlike
+    assert jitted_trace(name)._cache_size() == 2
 
 
 def require_sound_step(memory, budget, requests, now, where, in_order):

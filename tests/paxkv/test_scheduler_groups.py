@@ -12,9 +12,11 @@ import pytest
 
 from paxkv import checks, lifecycle
 from paxkv.paged import Paged
+from paxkv.policy import FIRST_COME, Policy
+from paxkv.queue import next_arrival
 from paxkv.requests import TICK_US, Reason, Status, make_requests
-from paxkv.scheduler import commit, next_arrival, schedule
-from paxkv.scheduler_state import FIRST_COME, Policy, init_scheduler
+from paxkv.scheduler import commit, schedule
+from paxkv.scheduler_state import init_scheduler
 
 PROMPTS, WIDTH, STEPS = 5, 24, 256
 QUICKLY = {"xla_backend_optimization_level": 0}

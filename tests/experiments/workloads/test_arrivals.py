@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import scipy.stats
 
 from experiments.workloads import gamma_arrivals
 
@@ -27,6 +28,28 @@ def test_burstiness_sets_the_variation_of_the_gaps_and_keeps_the_rate(burstiness
     gaps = _gaps_s(400_000, 5.0, burstiness)
     assert gaps.std() / gaps.mean() == pytest.approx(cv, rel=0.02)
     assert 1 / gaps.mean() == pytest.approx(5.0, rel=0.02)
+
+
+@pytest.mark.parametrize("cv", [0.5, 2.0, 13.0])
+def test_gaps_follow_the_law_of_their_variation(cv):
+    # 13 is about that of requests for code in a public trace.
+    burstiness, rate = cv**-2, 5.0
+    gaps = _gaps_s(400_000, rate, burstiness, seed=1)
+    for x in (0.1, 0.5, 1, 2, 5, 20):
+        expected = scipy.stats.gamma.sf(x, burstiness, scale=1 / burstiness)
+        assert (gaps > x / rate).mean() == pytest.approx(expected, rel=0.05, abs=1e-4)
+
+
+def test_rescaled_times_end_on_time_and_keep_their_proportions():
+    plain, rescaled = (
+        gamma_arrivals(np.random.default_rng(2), 50, 10.0, 0.5, rescale=rescale) for rescale in (False, True)
+    )
+    assert rescaled[-1] == pytest.approx(5000)
+    assert rescaled / rescaled[-1] == pytest.approx(plain / plain[-1])
+    for burstiness in (0.5, float("inf")):
+        assert gamma_arrivals(np.random.default_rng(0), 7, 2.0, burstiness, rescale=True)[-1] == pytest.approx(3500)
+    with pytest.raises(ValueError, match="burstiness must be larger for 1 requests to be rescaled"):
+        gamma_arrivals(np.random.default_rng(0), 1, 2.0, 1e-300, rescale=True)
 
 
 def test_times_are_not_rescaled_to_the_expected_end():

@@ -121,6 +121,12 @@ def test_trace_keeps_its_times_and_rate_redraws_them(traces):
     assert redrawn.prompt_len.tolist() == workload.prompt_len.tolist() == [100, 101, 102]
 
 
+def test_rescaled_arrivals_end_on_time_and_say_so():
+    workload = load_workload(dataclasses.replace(DRAWN, rescale=True), 2048, 0)
+    assert workload.arrival_ms[-1] == pytest.approx(1000 * workload.num_requests / DRAWN.rate)
+    assert workload.provenance.arrivals == "gamma gaps, rate 2.0 requests/s, burstiness 1.0, rescaled to end on time"
+
+
 def test_trace_without_times_takes_drawn_ones(traces):
     config = WorkloadConfig(kind="sharegpt_stats", file="stats.csv")
     with pytest.raises(ValueError, match="rate: expected requests per second with kind: sharegpt_stats, which has no"):

@@ -89,14 +89,18 @@ class Oracle:
         if self.fault_row == self.rows:
             self.fault_row = row
 
-    def admit(self, known: int, prompt: int, final: int) -> tuple[int, int]:
+    def admit(self, known: int, prompt: int, final: int, room: int | None = None) -> tuple[int, int]:
+        """`room` is what it wants to be promised, if more than it knows."""
         most = max(known, final)
+        promised = known = known if room is None else room
+        while room is not None and not self.fits_empty(prompt, known):
+            known -= 1  # more than there is: it waits until it is alone
         if most > self.max_len or not self.fits_empty(prompt, most):
             return self.rows, NEVER
         if None not in self.live or not self.fits_now(known, prompt, most):
             return self.rows, LATER
         row = self.choose_row(known)
-        self.live[row] = Sequence(known)
+        self.live[row] = Sequence(promised)
         self.occupy(row, prompt, most)
         return row, OK
 

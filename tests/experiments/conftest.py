@@ -5,7 +5,7 @@ import pathlib
 
 import pytest
 
-REPOSITORY = pathlib.Path(__file__).parents[3]
+REPOSITORY = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,263 @@
+"""The simulator: strides against single steps, an oracle in plain Python, and the engine."""
+
+import dataclasses
+import functools
+import random
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from paxkv.contiguous import VAttention
+from paxkv.cost_model import StepCost
+from paxkv.engine import Engine, init_engine, step
+from paxkv.memory import limits
+from paxkv.outcomes import MemoryFaultError, Outcome
+from paxkv.paged import Paged
+from paxkv.policy import FIRST_COME, Policy, choices
+from paxkv.prefix_cache import PrefixCache
+from paxkv.requests import TICK_US, Reason, Status, make_requests
+from paxkv.reserved import Reserved
+from paxkv.simulate import Simulator, init_simulation, run, run_points, simulate
+from tests.paxkv import fake_model
+from tests.paxkv.oracles.caches import filled_cache
+from tests.paxkv.oracles.jitted import quickly
+from tests.paxkv.oracles.lockstep import ORACLES
+from tests.paxkv.scheduler_oracle import PolicyOracle, Request
+
+MAX_LEN, BUDGET, COUNT = 40, 9, 10
+QUICKLY = quickly()
+COST = StepCost(step_ns=70_001, token_ns=11_003, kv_token_ns=507, map_call_ns=40_000)
+MEMORIES = {
+    "paged": Paged(rows=5, max_len=MAX_LEN, block_size=3, num_blocks=20, watermark_blocks=1),
+    "vattention": VAttention(5, MAX_LEN, num_groups=12, page_bytes=12, token_bytes=2, buffers=2, lookahead_steps=2),
+    "vattention_sync": VAttention(
+        5, MAX_LEN, 12, page_bytes=12, token_bytes=2, buffers=2, lookahead_steps=0, background_groups=0
+    ),
+    "reserved": Reserved(rows=5, max_len=MAX_LEN, num_slots=120, policy="pow2", min_block=2),
+}
+POLICIES = (FIRST_COME, Policy(order="shortest", overtake=True, victim="least_work"), Policy(first="prefill"))
+
+
+def ticks_of(tokens, kv_tokens, sync_map_calls):
+    ns = COST.step_ns + COST.token_ns * tokens + COST.kv_token_ns * kv_tokens + COST.map_call_ns * sync_map_calls
+    return -(-ns // (1000 * TICK_US))
+
+
+def random_workload(seed):
+    """Bursts and long pauses, short and long outputs, some that ask for nothing or for too much."""
+    rng = random.Random(seed)
+    arrival, requests = 0, []
+    for i in range(COUNT):
+        arrival += rng.choice([0, 0, 3, 40, 300])
+        prompt = rng.choice([rng.randint(1, 6), rng.randint(1, 20), rng.randint(1, MAX_LEN)])
+        output = rng.choice([0, 1, rng.randint(1, 8), rng.randint(8, 30), rng.randint(20, 60)])
+        requests.append(Request(i, prompt, output, arrival, [0] * 60, predicted=rng.randint(0, 30)))
+    return requests
+
+
+def on_device(requests):
+    return make_requests(
+        None,
+        np.array([r.prompt for r in requests]),
+        np.array([r.output for r in requests]),
+        np.array([r.arrival for r in requests]) * (TICK_US / 1000),
+        seed=0,
+        predicted_lens=np.array([r.predicted for r in requests]),
+    )
+
+
+@functools.cache
+def simulator(name, max_stride, max_records=512):
+    return Simulator(MEMORIES[name], BUDGET, COST, max_stride=max_stride, max_records=max_records)
+
+
+def leaves(simulated):
+    return [leaf.tolist() for leaf in jax.tree.leaves((simulated.steps, simulated.progress))]
+
+
+@pytest.mark.parametrize("name", MEMORIES)
+def test_every_step_is_that_of_the_oracle_and_strides_change_nothing(name):
+    memory, of_steps, of_turns = MEMORIES[name], 0, 0
+    for seed in range(50):
+        policy = POLICIES[seed % len(POLICIES)]
+        requests = random_workload(seed)
+        choice = choices(policy, POLICIES)
+        found = simulate(simulator(name, 6), on_device(requests), choice=choice)
+        oracle = PolicyOracle(ORACLES[type(memory)](memory), requests, BUDGET, -1, ticks_of, policy)
+        steps = found.steps
+        for i in range(len(steps.clock)):
+            step, where = oracle.step(), f"seed {seed}, step {i}"
+            new = sum(step.new_tokens.values())
+            for field, expected in [
+                *[(f, getattr(step, f)) for f in ("clock", "ticks", "waiting", "admitted", "refused", "preempted")],
+                *[(f, getattr(step, f)) for f in ("recompute_tokens", "ended", "prefill_tokens", "kv_tokens")],
+                ("running", len(step.rows)),
+                ("new_tokens", new),
+                ("sampled", len(step.samples)),
+            ]:
+                assert getattr(steps, field)[i] == expected, f"{field}, {where}"
+            assert tuple(int(leaf[i]) for leaf in jax.tree.leaves(steps.usage))[: len(step.usage)] == step.usage, where
+            calls = steps.sync_map_calls, steps.background_map_calls, steps.unmap_calls
+            assert tuple(int(leaf[i]) for leaf in calls) == step.calls, where
+        assert all(r.ended for r in requests), f"seed {seed}"
+        for field in ("generated", "admitted_at", "first_token_at", "ended_at", "preemptions"):
+            assert getattr(found.progress, field).tolist() == [getattr(r, field) for r in requests], f"{field}, {seed}"
+        assert found.progress.reason.tolist() == [Reason[r.reason] for r in requests]
+        of_steps, of_turns = of_steps + len(steps.clock), of_turns + found.turns
+        if seed % 10 == 0:
+            assert leaves(found) == leaves(simulate(simulator(name, 1), on_device(requests), choice=choice))
+    assert of_turns < 0.8 * of_steps  # strides were taken
+
+
+def test_a_record_that_fills_its_room_goes_on_in_the_next_dispatch():
+    requests = on_device(random_workload(3))
+    whole = simulate(simulator("paged", 6), requests)
+    pieces = simulate(simulator("paged", 6, max_records=10), requests)
+    assert len(whole.steps.clock) > 30
+    assert leaves(whole) == leaves(pieces)
+
+
+def test_a_smaller_budget_is_a_value_to_the_same_program():
+    small = Paged(rows=5, max_len=MAX_LEN, block_size=3, num_blocks=15, watermark_blocks=2)
+    requests = on_device(random_workload(8))
+    alone = simulate(Simulator(small, BUDGET, COST), requests)
+    assert leaves(alone) == leaves(simulate(simulator("paged", 6), requests, limits(15, 2)))
+    assert leaves(alone) != leaves(simulate(simulator("paged", 6), requests))
+
+
+def test_points_of_a_sweep_are_what_they_are_alone():
+    server = simulator("paged", 6)
+    points = [
+        (random_workload(seed), policy, units)
+        for seed, policy, units in zip(range(4), [*POLICIES, FIRST_COME], [20, 14, 17, 15], strict=True)
+    ]
+    devices = np.array(jax.devices()[:1])
+    mesh = jax.sharding.Mesh(devices, ("points",), axis_types=(jax.sharding.AxisType.Explicit,))
+
+    def stack(trees):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
+
+    requests = [on_device(workload) for workload, _, _ in points]
+    chosen = [choices(policy, POLICIES) for _, policy, _ in points]
+    begun = [init_simulation(server, r, limits(units, 1)) for r, (_, _, units) in zip(requests, points, strict=True)]
+    together = run_points(server, mesh, stack(requests), stack(begun), stack(chosen))
+    for i, (_, _, units) in enumerate(points):
+        alone = simulate(server, requests[i], limits(units, 1), choice=chosen[i])
+        count = int(together.count[i])
+        assert count == len(alone.steps.clock)
+        here = jax.tree.map(lambda leaf, i=i, n=count: np.asarray(leaf)[i, :n], together.records)
+        assert [leaf.tolist() for leaf in jax.tree.leaves(here)] == [x.tolist() for x in jax.tree.leaves(alone.steps)]
+        assert together.scheduler.progress.ended_at[i].tolist() == alone.progress.ended_at.tolist()
+
+
+# Prompts 0, 1 and 4 begin alike.
+STEPS = 80
+LENGTHS, OUTPUTS = [18, 15, 5, 12, 20, 1], [9, 12, 12, 7, 8, 12]
+ENGINES = {
+    "paged": (Paged(rows=4, max_len=32, block_size=4, num_blocks=11), FIRST_COME),
+    "cached": (Paged(rows=4, max_len=32, block_size=4, num_blocks=12, cache=PrefixCache()), Policy(overtake=True)),
+    "swap": (Paged(rows=4, max_len=32, block_size=4, num_blocks=11, host_blocks=9), Policy(preemption="swap")),
+    "forks": (Paged(rows=4, max_len=32, block_size=4, num_blocks=22, forks=True), FIRST_COME),
+    "vattention": (VAttention(4, 32, 12, page_bytes=8, token_bytes=2, buffers=2), Policy(first="prefill")),
+    "reserved": (Reserved(rows=4, max_len=32, num_slots=96, policy="oracle", min_block=2), Policy(order="shortest")),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ("cached", "vattention") else pytest.mark.soak) for name in ENGINES]
+)
+def test_the_engine_takes_the_same_decisions_step_by_step(name):
+    memory, policy = ENGINES[name]
+    rng = np.random.default_rng(5)
+    prompts = rng.integers(0, fake_model.VOCAB, (len(LENGTHS), max(LENGTHS)))
+    prompts[[1, 4], :13] = prompts[0, :13]
+    requests = make_requests(
+        prompts,
+        np.array(LENGTHS),
+        np.array(OUTPUTS),
+        np.arange(6) * 0.4,
+        seed=3,
+        samples=2 if name == "forks" else 1,
+    )
+    engine = Engine(memory, fake_model.decode, 8, COST, policy=policy)
+    params = fake_model.as_params(fake_model.make_tables(29, 1, 32))
+
+    state = init_engine(
+        engine, requests, filled_cache(1, (memory.num_slots, fake_model.KV_HEADS, fake_model.HEAD_DIM), 0.0)
+    )
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def serve(state):
+        def one(state, _):
+            state, record = step(engine, params, requests, state)
+            return state, (state.scheduler, record)
+
+        return jax.lax.scan(one, state, length=STEPS)
+
+    end, served = serve(state)
+    single = Simulator(memory, 8, COST, policy, max_stride=1, max_records=1)
+
+    @functools.partial(jax.jit, compiler_options=QUICKLY)
+    def play(simulation, transcripts):
+        def one(simulation, _):
+            simulation = run(single, requests, simulation, transcripts)
+            return simulation, (simulation.scheduler, jax.tree.map(lambda leaf: leaf[0], simulation.records))
+
+        return jax.lax.scan(one, simulation, length=STEPS)[1]
+
+    played = play(init_simulation(single, requests), end.transcripts)
+    ended = np.asarray((served[0].progress.status == Status.ENDED).all(axis=1))
+    steps = int(ended.argmax()) + 1
+    assert 20 < steps < STEPS
+    same = jax.tree.map(lambda a, b: np.array_equal(np.asarray(a)[:steps], np.asarray(b)[:steps]), served, played)
+    assert jax.tree.all(same), same
+    preempted = int(served[1].preempted.sum())
+    assert (preempted > 0) == (name in ("paged", "cached", "swap", "vattention"))
+
+
+def test_requests_that_nobody_will_ever_serve_are_told_and_do_not_loop():
+    class Refuses(Paged):
+        def admit(self, state, ask):
+            return state, jnp.int32(self.rows), jnp.int32(Outcome.LATER)
+
+    memory = Refuses(rows=2, max_len=40, block_size=4, num_blocks=4)
+    with pytest.raises(RuntimeError, match="1 requests wait at 0 ticks, nobody runs, and nobody is admitted"):
+        simulate(Simulator(memory, 8), make_requests(None, np.array([3]), np.array([2]), np.zeros(1), seed=0))
+
+
+def test_a_clock_that_runs_out_and_a_fault_of_memory_are_told():
+    slow = Simulator(MEMORIES["paged"], BUDGET, StepCost(step_ns=3600 * 10**9))
+    requests = make_requests(None, np.array([3]), np.array([30]), np.zeros(1), seed=0)
+    with pytest.raises(ValueError, match="the modelled clock passed 21474 s"):
+        simulate(slow, requests)
+
+    class Forgets(Paged):
+        def demand(self, state, new_lengths):
+            return jnp.zeros_like(new_lengths)
+
+    memory = Forgets(rows=2, max_len=40, block_size=4, num_blocks=9)
+    two = make_requests(None, np.array([16, 16]), np.array([8, 8]), np.zeros(2), seed=0)
+    with pytest.raises(MemoryFaultError, match="OUT_OF_BLOCKS"):
+        simulate(Simulator(memory, 40, max_stride=1), two)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"token_budget": 4}, "token_budget: expected at least rows = 5"),
+        ({"max_stride": 0}, "max_stride must be"),
+        ({"max_records": 0}, "max_records must be"),
+        ({"policy": Policy(preemption="swap")}, "policy.preemption: 'swap' needs a memory with host blocks"),
+    ],
+)
+def test_servers_that_cannot_be_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(simulator("paged", 6), **changes)
+
+
+def test_what_needs_logits_is_refused():
+    stops = make_requests(None, np.array([3]), np.array([2]), np.zeros(1), seed=0, stop_token=3)
+    with pytest.raises(ValueError, match="requests: expected none with a stop token, as a simulator has no logits"):
+        init_simulation(simulator("paged", 6), stops)
