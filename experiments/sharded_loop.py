@@ -15,11 +15,12 @@ import polars as pl
 from experiments.serving import step_table
 from experiments.sharded_setup import Server
 from paxkv import sharded_engine
-from paxkv.engine import EngineState, StepRecord
+from paxkv.engine import EngineState
 from paxkv.outcomes import raise_on_fault
 from paxkv.requests import Status
 from paxkv.sharded_engine import Dealt
 from paxkv.sharding import to_host
+from paxkv.steps import StepRecord
 
 
 class Ran(NamedTuple):
