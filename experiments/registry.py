@@ -44,6 +44,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "allocator_bench": "experiments.allocator_bench",
     "capacity": "experiments.capacity",
     "compile": "experiments.compile",
+    "disaggregation": "experiments.disaggregation",
     "fp8_quality": "experiments.fp8_quality",
     "fuzz": "experiments.fuzz",
     "kernel_bench": "experiments.kernel_bench",
@@ -54,6 +55,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "prefix_sharing": "experiments.prefix_sharing",
     "sharded_serving": "experiments.sharded_serving",
     "vattention": "experiments.vattention",
+    "vattention_serving": "experiments.vattention_serving",
 }
 
 
