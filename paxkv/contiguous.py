@@ -53,8 +53,8 @@ class VAttention(SharesNothing):
       step waits for these maps.
     - `release` leaves the groups mapped for the next sequence in this row, or unmaps them if not `deferred_reclaim`.
     - `background` runs beside the computation, unless `lookahead_steps` is 0, in two parts. First, each live row should
-      have what one more token needs: rows are served in ascending order as long as free groups and surplus beyond that need suffice,
-      reclaiming what is short; the first row that cannot be served ends this part. Second, up to
+      have what one more token needs: rows are served in ascending order as long as free groups and surplus beyond that
+      need suffice, reclaiming what is short; the first row that cannot be served ends this part. Second, up to
       `background_groups` of the groups that are free by then go to live rows that have too little for
       `lookahead_steps` more tokens, one group each, first to the row that has room for the fewest further
       tokens; ties go to the lowest id. A row never gets more than `max_len` tokens need.

@@ -277,3 +277,14 @@ def test_what_needs_logits_is_refused():
     stops = make_requests(None, np.array([3]), np.array([2]), np.zeros(1), seed=0, stop_token=3)
     with pytest.raises(ValueError, match="requests: expected none with a stop token, as a simulator has no logits"):
         init_simulation(simulator("paged", 6), stops)
+
+
+def test_what_is_delivered_is_refused_where_keys_and_values_or_their_tokens_are_looked_at():
+    brings = make_requests(None, np.array([3]), np.array([2]), np.zeros(1), seed=0, delivered=np.array([2]))
+    cached = Simulator(ENGINES["cached"][0], 8, COST)
+    with pytest.raises(ValueError, match="delivered: expected nothing with a prefix cache"):
+        init_simulation(cached, brings)
+    memory = ENGINES["paged"][0]
+    cache = filled_cache(1, (memory.num_slots, fake_model.KV_HEADS, fake_model.HEAD_DIM), 0.0)
+    with pytest.raises(ValueError, match="delivered: expected None, as an engine stores what it computes"):
+        init_engine(Engine(memory, fake_model.decode, 8, COST), brings, cache)
