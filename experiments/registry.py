@@ -54,6 +54,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "parallel_sampling": "experiments.parallel_sampling",
     "prefix_sharing": "experiments.prefix_sharing",
     "sharded_serving": "experiments.sharded_serving",
+    "simulator_bench": "experiments.simulator_bench",
     "vattention": "experiments.vattention",
     "vattention_serving": "experiments.vattention_serving",
 }
