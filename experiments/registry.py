@@ -44,6 +44,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "allocator_bench": "experiments.allocator_bench",
     "capacity": "experiments.capacity",
     "compile": "experiments.compile",
+    "disaggregation": "experiments.disaggregation",
     "fp8_quality": "experiments.fp8_quality",
     "fuzz": "experiments.fuzz",
     "kernel_bench": "experiments.kernel_bench",
@@ -55,6 +56,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "sharded_serving": "experiments.sharded_serving",
     "simulator_bench": "experiments.simulator_bench",
     "vattention": "experiments.vattention",
+    "vattention_serving": "experiments.vattention_serving",
 }
 
 

@@ -31,12 +31,36 @@ def test_a_value_holds_within_its_tolerance_and_not_beyond():
     assert OURS["azure/naive"] == {"requests": 61}  # as it was
 
 
+def test_a_bound_holds_on_its_side_and_stands_beside_a_value_of_the_same_metric():
+    given = [
+        Published("requests", {"azure/paged": 800}, tolerance=2),
+        Published("requests", {"azure/paged": 798, "azure/naive": 62}, bound="at_least"),
+        Published("waste", {"azure/paged": 0.5}, bound="at_most"),
+    ]
+    found = published.compared(OURS, given)
+    assert found["azure/paged"] == OURS["azure/paged"] | {
+        "requests_published": 800, "requests_tolerance": 2, "requests_holds": True,
+        "requests_at_least": 798, "requests_at_least_holds": True,
+        "waste_at_most": 0.5, "waste_at_most_holds": False,
+    }  # fmt: skip
+    assert published.failed_checks(found) == [
+        "azure/paged: waste is 0.5437, expected at most 0.5",
+        "azure/naive: requests is 61, expected at least 62",
+    ]
+    assert published.headline(found) == "Published values: 4 compared, 2 differ"
+    assert ["azure/naive", "requests", "at least 62", "-", "61", "NO"] in published.table(found).rows
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         ([Published("requests", {"azure/pagd": 1})], "'requests' of 'azure/pagd' in the results.*mean 'azure/paged'"),
         ([Published("request", {"azure/paged": 1})], "'request' of 'azure/paged' in the results.*mean 'requests'"),
         ([Published("requests", {"azure/paged": 1})] * 2, "'requests' of 'azure/paged' is given twice"),
+        (
+            [Published("requests", {"azure/paged": 1}, bound="at_most")] * 2,
+            "'requests' of 'azure/paged' is given twice",
+        ),
         ([Published("note", {"azure/paged": 1})], "must be a number to compare, got 'text'"),
     ],
 )
@@ -50,3 +74,5 @@ def test_a_comparison_that_cannot_be_is_refused():
         Published("requests", {})
     with pytest.raises(ValueError, match=r"^tolerance of 'requests' must be at least 0, got -1"):
         Published("requests", {"azure/paged": 1}, tolerance=-1)
+    with pytest.raises(ValueError, match=r"^tolerance of 'requests' must be 0 with at_most, got 1"):
+        Published("requests", {"azure/paged": 1}, tolerance=1, bound="at_most")
