@@ -43,6 +43,7 @@ from experiments.errors import UserError, did_you_mean
 EXPERIMENTS: Mapping[str, str] = {
     "allocator_bench": "experiments.allocator_bench",
     "capacity": "experiments.capacity",
+    "capacity_vs_rate": "experiments.capacity_vs_rate",
     "compile": "experiments.compile",
     "fp8_quality": "experiments.fp8_quality",
     "fuzz": "experiments.fuzz",

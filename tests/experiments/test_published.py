@@ -1,5 +1,7 @@
 """Published values are compared by their tolerance, and one that is compared with nothing is a mistake."""
 
+import math
+
 import pytest
 
 from experiments import published
@@ -31,6 +33,25 @@ def test_a_value_holds_within_its_tolerance_and_not_beyond():
     assert OURS["azure/naive"] == {"requests": 61}  # as it was
 
 
+def test_a_range_holds_from_end_to_end_and_says_both():
+    given = [Published("requests", ranges={"azure/paged": (700, 798), "azure/naive": (62, 70)})]
+    found = published.compared(OURS, given)
+    assert published.failed_checks(found) == ["azure/naive: requests is 61, published 62 to 70, which may differ by 0"]
+    assert published.table(found).rows[0] == ["azure/paged", "requests", "700 to 798", "0", "798", "yes"]
+    found = published.compared(OURS, [Published("requests", ranges={"azure/paged": (799, math.inf)})])
+    assert "published at least 799, which" in published.failed_checks(found)[0]
+
+
+def test_what_is_known_to_deviate_must():
+    known = [Published("requests", {"azure/naive": 60}, deviates="one more fits")]
+    found = published.compared(OURS, known)
+    assert published.failed_checks(found) == []
+    assert published.headline(found) == "Published values: 1 compared, 1 differ, 1 of them known to"
+    assert published.table(found).rows == [["azure/naive", "requests", "60", "0", "61", "NO", "one more fits"]]
+    held = published.compared(OURS, [Published("requests", {"azure/naive": 61}, deviates="one more fits")])
+    assert published.failed_checks(held) == ["azure/naive: requests is 61, as published, though declared to deviate"]
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
@@ -50,3 +71,5 @@ def test_a_comparison_that_cannot_be_is_refused():
         Published("requests", {})
     with pytest.raises(ValueError, match=r"^tolerance of 'requests' must be at least 0, got -1"):
         Published("requests", {"azure/paged": 1}, tolerance=-1)
+    with pytest.raises(ValueError, match=r"^ranges of 'requests': expected 'azure/paged' to rise, got 2 to 1"):
+        Published("requests", ranges={"azure/paged": (2, 1)})
