@@ -25,7 +25,8 @@ from paxkv.sizes import require_int
 
 DESCRIPTION = "Memory, batch and (modelled) speed of a saturated server by block size, with or without a kernel term."
 GLOSSARY = {
-    "token_states": "share of the KV memory that held tokens, average while requests were queueing",
+    "token_states": "share of the KV memory that held tokens at the peak of each step, average while requests queue",
+    "token_states_before": "share that held tokens as each step began, before it stored those that it computed",
     "token_states_of_allocated": "share of what was handed out that held tokens",
     "external": "share that nobody had, budget that pays for no whole block included",
     "mean_running": "requests that held memory, average while others were queueing",
@@ -37,8 +38,8 @@ GLOSSARY = {
     "kernel_ratio": "measured time of paged over contiguous attention with blocks of this size; none if it is absent",
 }
 MODELLED = frozenset({"output_tokens_per_s", "normalized_latency_s", "latency_over"})
-_MEANS = ("token_states", "token_states_of_allocated", "external", "mean_running", "queueing_share", "preemptions",
-          "output_tokens_per_s", "normalized_latency_s")  # fmt: skip
+_SHARES = ("token_states", "token_states_before", "token_states_of_allocated", "external")
+_MEANS = (*_SHARES, "mean_running", "queueing_share", "preemptions", "output_tokens_per_s", "normalized_latency_s")
 _POINTS = "points.parquet"
 
 
@@ -169,8 +170,11 @@ def measure(simulated: Simulated, budget_tokens: float) -> dict[str, float]:
     of_requests = metrics.request_metrics(simulated.requests)
     queueing = simulated.steps.filter((pl.col("new_tokens") > 0) & (pl.col("waiting") > 0))
     queueing_ms = float(queueing["duration_ms"].sum())
+    stored_ms = float((queueing["new_tokens"] * queueing["duration_ms"]).sum())
+    just_stored = stored_ms / queueing_ms / budget_tokens if queueing_ms else 0.0
     return {
         "token_states": held["pool_utilization"],
+        "token_states_before": held["pool_utilization"] - just_stored,
         "token_states_of_allocated": held["allocated_utilization"],
         "external": held["external_waste"] + held["remainder_waste"],
         "mean_running": held["mean_running"],
@@ -222,13 +226,13 @@ def failed_checks(results: Results) -> list[str]:
 def tables(results: Results) -> list[Table]:
     """A line for each load and block size, and what is published."""
     rows = [
-        [name, f"{v['token_states']:.1%}", f"{v['token_states_of_allocated']:.1%}", f"{v['external']:.1%}",
-         f"{v['mean_running']:.1f}", f"{v['preemptions']:.2f}", f"{v['output_tokens_per_s']:,.0f}",
-         f"{v['latency_over']:.2f}", "absent" if v["kernel_ratio"] is None else f"{v['kernel_ratio']:.3f}"]
+        [name, *(f"{v[share]:.1%}" for share in _SHARES), f"{v['mean_running']:.1f}", f"{v['preemptions']:.2f}",
+         f"{v['output_tokens_per_s']:,.0f}", f"{v['latency_over']:.2f}",
+         "absent" if v["kernel_ratio"] is None else f"{v['kernel_ratio']:.3f}"]
         for name, v in results.items()
     ]  # fmt: skip
-    headings = ["load/block", "tokens", "of handed out", "nobody's", "running", "preempted", "tokens/s", "latency",
-                "kernel term"]  # fmt: skip
+    headings = ["load/block", "tokens", "before", "of handed out", "nobody's", "running", "preempted", "tokens/s",
+                "latency", "kernel term"]  # fmt: skip
     return [Table(headings, rows, _title(any(row[-1] != "absent" for row in rows))), published.table(results)]
 
 
