@@ -2,7 +2,7 @@
 
 Of large blocks the last one of each request stays half empty, so that fewer requests run at once. Small ones are slower
 to read, which is a matter of kernels and cannot be modelled: it comes from a run of `kernel_bench` on a GPU or TPU, or
-is left out, and then the report says so. Without it the smallest block always looks best.
+is left out, and then the report says so. Without it small blocks look best.
 """
 
 import dataclasses
