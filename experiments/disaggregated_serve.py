@@ -14,15 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 import polars as pl
 
-from experiments.serving import TICK_MS, request_table, step_table
+from experiments.serving import TICK_MS, request_table
+from experiments.sharded_loop import run_to_end
 from experiments.sharded_setup import Server
 from experiments.workloads.workload import Workload
 from paxkv import sharded_engine
 from paxkv.cost_model import StepWork
 from paxkv.disaggregated import Delivery, Parcel, check_pair, deliver, send
-from paxkv.engine import EngineState, all_ended
-from paxkv.outcomes import raise_on_fault
-from paxkv.requests import TICK_US, Requests, Status
+from paxkv.engine import EngineState
+from paxkv.requests import TICK_US, Requests
 from paxkv.sharded_engine import deal
 from paxkv.sharding import to_host
 
@@ -78,13 +78,13 @@ def serve_pair(
             parcels[request] = send(reads.server.sharded, state, prompts[request], int(requests.prompt_lens[request]))
         return state
 
-    steps, state = _serve(reads, firsts, steps_per_dispatch, pack)
+    steps, state, _ = run_to_end(*reads, deal(firsts, 1), steps_per_dispatch, pack)
     read = _table(firsts, state, workload)
     begun = {row["request"]: row for row in read.iter_rows(named=True) if row["tokens"] and row["output_len"] > 1}
     on_dispatch(len(read) - len(begun))
     if not begun:
         empty = pl.DataFrame(schema={"request": pl.Int32, "blocks": pl.Int32, "there": pl.Int32, "bytes": pl.Int64})
-        return PairServed(_of(0, steps), read.with_columns(replica=pl.lit(0, pl.Int32)), empty, state)
+        return PairServed(steps, read.with_columns(replica=pl.lit(0, pl.Int32)), empty, state)
 
     block = answers.server.device_shape.block_bytes(answers.server.memory.block_size) * _parts(answers.server)
     link_ms = {r: 1000 * parcels[r].blocks * block / link_bytes_per_s for r in begun}
@@ -109,43 +109,15 @@ def serve_pair(
             moves.append(_move(request, delivery, link_ms[request]))
         return state
 
-    more, state = _serve(answers, rest, steps_per_dispatch, hand_over)
+    more, state, _ = run_to_end(*answers, deal(rest, 1), steps_per_dispatch, hand_over)
     answered = _table(rest, state, rest_workload)
     table = _together(read, answered, order)
-    steps = pl.concat([_of(0, steps), _of(1, more)])
+    steps = pl.concat([steps, more.with_columns(replica=pl.lit(1, pl.Int32))])
     table = table.with_columns(replica=pl.col("request").is_in(order).cast(pl.Int32))
     return PairServed(steps, table, pl.DataFrame(moves).sort("request"), state)
 
 
 _HORIZON = 4  # steps that a step may come to last
-
-
-def _serve(
-    side: Side, requests: Requests, steps_per_dispatch: int, look: Callable[[EngineState, list[int]], EngineState]
-) -> tuple[pl.DataFrame, EngineState]:
-    """Runs one server to its end; `look` is called before the first dispatch and after each, with who has ended."""
-    sharded, memory = side.server.sharded, side.server.memory
-    placed, state = sharded_engine.init(
-        sharded, deal(requests, 1), sharded_engine.init_cache(sharded, side.server.new_cache)
-    )
-    advance = sharded_engine.run_steps.lower(sharded, side.params, placed, state, steps_per_dispatch).compile()
-    tables, step, ended = [], 0, set()
-    state = look(state, [])
-    while not all_ended(state):
-        state, records = advance(side.params, placed, state)
-        raise_on_fault(jax.tree.map(lambda x: x[0], to_host(memory.seqs(state.scheduler.memory).faults)))
-        table = step_table(jax.tree.map(lambda x: x[0], to_host(records)), step, sharded.engine.cost)
-        tables.append(table.with_columns(wall_ms=pl.lit(None, pl.Float64)))
-        step += steps_per_dispatch
-        status = to_host(state.scheduler.progress.status)[0]
-        new = sorted(set(np.flatnonzero(status == Status.ENDED).tolist()) - ended)
-        ended |= set(new)
-        state = look(state, new)
-    return pl.concat(tables), state
-
-
-def _of(replica: int, steps: pl.DataFrame) -> pl.DataFrame:
-    return steps.select(pl.lit(replica, pl.Int32).alias("replica"), pl.all())
 
 
 def _rest(

@@ -56,6 +56,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "preemption": "experiments.preemption",
     "prefix_sharing": "experiments.prefix_sharing",
     "sharded_serving": "experiments.sharded_serving",
+    "simulator_bench": "experiments.simulator_bench",
     "vattention": "experiments.vattention",
 }
 

@@ -40,6 +40,8 @@ class Config:
       near_tie: a first difference between two runs' tokens is accepted where the best two choices lie within this, in
         logits.
       steps_per_dispatch: steps between two looks of the host.
+      max_host_share: a run fails if devices wait longer for the host, as a share of the time of steps that only decode;
+        None for any.
       kernels: backend of attention and cache writes; None picks the best for the device.
       kv_format: how keys and values are stored; its scales must need no calibration.
       policy: whom the scheduler preempts and admits, and how.
@@ -70,6 +72,7 @@ class Config:
     temperature: float = 0.0
     near_tie: float = 1e-4
     steps_per_dispatch: int = 16
+    max_host_share: float | None = None
     kernels: str | None = None
     kv_format: str = "f32"
     policy: Policy = dataclasses.field(default_factory=Policy)

@@ -53,7 +53,8 @@ GLOSSARY: Mapping[str, str] = {
     "fits": "whether keys and values lie within `kv_memory` on every device; of what is compiled, whether all that the "
     "step needs lies within the device's memory, with room for a sequence of `max_model_len`",
     "wall_step_ms": "median time of a step on this machine, whose devices may share its cores",
-    "host_share": "share of the time in which the devices waited for the host",
+    "host_share": "of steps that only decode: share of their time on this machine in which the devices waited for the "
+    "host; what is compiled is not among it",
 }
 
 
@@ -111,9 +112,7 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
             part.write_parquet("steps.parquet", served.steps)
             part.write_parquet("requests.parquet", served.requests)
             facts = _device_facts(server, params, served.state.cache)
-            part.write_json(
-                "devices.json", facts | {"wall_compile_s": served.wall_compile_s, "host_share": served.host_share}
-            )
+            part.write_json("devices.json", facts | {"wall_compile_s": served.wall_compile_s})
     for pair in config.pairs:
         if run_dir.finished_part(part_of(pair)) is None:
             with progress.task(pair, total=inputs.workload.num_requests) as advance:
@@ -238,9 +237,16 @@ def _results(config: Config, run_dir: RunDirectory) -> dict[str, dict[str, Any]]
             "steps": len(busy),
             "hit_tokens": int(busy["hit_tokens"].sum()),
             "wall_step_ms": busy["wall_ms"].median(),
+            "host_share": _host_share(busy.filter(pl.col("prefill_tokens") == 0)),
+            "max_host_share": config.max_host_share,
             **metrics.request_metrics(own, compared.filter(pl.col("mesh") == name)),
         }
     return found
+
+
+def _host_share(steps: pl.DataFrame) -> float | None:
+    host_ms, devices_ms = (float(steps[name].sum()) for name in ("host_ms", "wall_ms"))
+    return host_ms / (host_ms + devices_ms) if len(steps) else None
 
 
 def failed_checks(results: Results) -> list[str]:
@@ -258,6 +264,9 @@ def failed_checks(results: Results) -> list[str]:
             failures.append(f"{name}: a device holds {held} bytes of keys and values instead of {predicted}")
         if not values["fits"]:
             failures.append(f"{name}: keys and values of a device exceed kv_memory")
+        share, limit = values["host_share"], values["max_host_share"]
+        if isinstance(limit, float) and not (isinstance(share, float) and share <= limit):
+            failures.append(f"{name}: host_share is {share}, more than max_host_share = {limit}")
     return failures
 
 
@@ -286,6 +295,7 @@ _ROWS = {
     "moved_bytes": ("bytes moved", "{:,}"),
     "link_ms_mean": ("on the link, ms (modelled)", "{:,.3f}"),
     "wall_step_ms": ("step here, ms", "{:,.1f}"),
+    "host_share": ("of a decode step, on the host", "{:.1%}"),
     "fits": ("fits", "{}"),
     "tokens_equal": ("same tokens", "{}"),
 }

@@ -150,12 +150,12 @@ def put(x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
 def to_host(tree: PyTree) -> Any:
     """All of some arrays, whatever process has which part of them; every process has to ask."""
 
-    def fetch(x: jax.Array) -> np.ndarray:
+    def whole(x: jax.Array) -> Any:
         if x.is_fully_addressable or x.is_fully_replicated:
-            return jax.device_get(x)
-        return np.asarray(multihost_utils.process_allgather(x, tiled=True))
+            return x
+        return multihost_utils.process_allgather(x, tiled=True)
 
-    return jax.tree.map(fetch, tree)
+    return jax.device_get(jax.tree.map(whole, tree))  # all at once, not one after another
 
 
 def partition(axes: Sequence[str | None], rules: Rules = RULES) -> PartitionSpec:

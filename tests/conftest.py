@@ -1,6 +1,7 @@
 """Strictness for every test: no silent promotion, eight CPU devices, real shapes checked at run time."""
 
 import gc
+import os
 import sys
 
 import hypothesis
@@ -15,6 +16,12 @@ jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+# Most programs run once and for a moment: compiling them takes longer than all the tests run.
+jax.config.update("jax_disable_most_optimizations", True)
+if jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:  # later ones have no such choice
+    os.environ["XLA_FLAGS"] = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+    jax.devices()  # reads them, once and for all; compilers in processes of their own need not know them
+    del os.environ["XLA_FLAGS"]
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -57,6 +57,7 @@ CONFIG = experiment.Config(
     max_model_len=48,
     token_budget=16,
     steps_per_dispatch=16,
+    policy=Policy(victim="least_work"),
     cost=StepCost(step_ns=1_000_000),
     memories=MEMORIES,
 )

@@ -175,6 +175,7 @@ def test_two_processes_serve_as_one_does_and_die_together(tmp_path):
         assert killed[0].poll() is None, killed[0].communicate()[1]
         time.sleep(0.5)
     os.kill(killed[1].pid, signal.SIGKILL)
+    killed[1].communicate(timeout=60)
     _, errors = killed[0].communicate(timeout=60)
     assert killed[0].returncode == LOST
     assert "process 1 of 2 ended before the run was over" in errors

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import polars as pl
 import pytest
 from flax import nnx
 
@@ -77,6 +78,22 @@ def test_a_pair_of_meshes_gives_the_same_tokens_and_says_what_moved(finished, tm
     assert values["tokens_equal"]
     assert values["moved_bytes"] == values["moved_blocks"] * 4 * 2 * 2 * 2 * 8 * 4 > 0
     assert values["devices"] == 4
+
+
+def test_a_host_that_keeps_devices_waiting_for_too_long_fails_the_run(finished):
+    _, run, results = finished
+    steps = pl.read_parquet(run / "steps.parquet").filter(pl.col("new_tokens") > 0, pl.col("prefill_tokens") == 0)
+    for name, values in results.items():
+        own = steps.filter(pl.col("mesh") == name)
+        assert min(len(own), own["host_ms"].min(), own["wall_ms"].min()) > 0
+        assert values["host_share"] == pytest.approx(
+            own["host_ms"].sum() / own.select("host_ms", "wall_ms").to_numpy().sum()
+        )
+    assert experiment.failed_checks(results) == []
+    limited = {name: values | {"host_share": 0.06, "max_host_share": 0.05} for name, values in results.items()}
+    assert experiment.failed_checks(limited) == [
+        f"{name}: host_share is 0.06, more than max_host_share = 0.05" for name in results
+    ]
 
 
 def test_the_report_is_there(finished):

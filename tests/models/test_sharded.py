@@ -136,17 +136,17 @@ def test_tokens_are_those_of_one_device(name):
             assert min(totals["hit_tokens"], totals["copied_blocks"]) > 0
 
 
-def test_a_sequence_is_longer_than_what_a_device_holds():
+@pytest.mark.parametrize("dealing", ["round_robin", pytest.param("by_shard", marks=pytest.mark.soak)])
+def test_a_sequence_is_longer_than_what_a_device_holds(dealing):
     """Eight devices hold eight times the blocks of one, and one sequence reads all of them."""
     alone = Paged(rows=1, max_len=256, block_size=4, num_blocks=64)
     expected, margins, _ = on_one(CONFIG, alone, "f32", asked=one_long)
-    for dealing in ("round_robin", "by_shard"):
-        tokens, state, _ = on_many(MeshShape(1, 1, 8), CONFIG, alone, "f32", asked=one_long, dealing=dealing)
-        held = {shard.device: shard.data.shape for shard in state.cache.layers[0].k.data.addressable_shards}
-        assert len(held) == 8
-        assert set(held.values()) == {(1, 8 * 4, CONFIG.kv_heads, CONFIG.head_dim)}  # of 249 tokens stored
-        assert tokens == expected
-        np.testing.assert_allclose(state.outputs.margins[0], margins, atol=1e-5 * margins.max())
+    tokens, state, _ = on_many(MeshShape(1, 1, 8), CONFIG, alone, "f32", asked=one_long, dealing=dealing)
+    held = {shard.device: shard.data.shape for shard in state.cache.layers[0].k.data.addressable_shards}
+    assert len(held) == 8
+    assert set(held.values()) == {(1, 8 * 4, CONFIG.kv_heads, CONFIG.head_dim)}  # of 249 tokens stored
+    assert tokens == expected
+    np.testing.assert_allclose(state.outputs.margins[0], margins, atol=1e-5 * margins.max())
 
 
 def test_bytes_of_a_device_are_its_share():

@@ -135,13 +135,13 @@ def test_tables_of_some_blocks_each_answer_for_those_and_merge_to_the_whole(deal
     order[:, :, -1] = 10**6  # past the end, as well
     pools = np.full((parts, 2, len(kv_lens) * columns, size, heads, width), np.nan, np.float32)
     for seq, n in enumerate(kv_lens):
+        seen_from = 0 if window is None else max(0, n - q_lens[seq] + 1 - window)
         for block in range(-(-n // size)):
             part = {"in turn": block % parts, "at random": rng.integers(parts), "all to one": 1}[dealt]
             column = int(np.sum(order[part, seq] < 10**6))
             tables[part, seq, column], order[part, seq, column] = seq * columns + block, block
-            stored = slice(block * size, min(n, (block + 1) * size))
-            for which, items in enumerate((keys, values)):
-                pools[part, which, seq * columns + block, : stored.stop - stored.start] = items[seq][stored]
+            for p in range(max(seen_from, block * size), min(n, (block + 1) * size)):
+                pools[part, :, seq * columns + block, p % size] = keys[seq][p], values[seq][p]
     order[order == 10**6] = 2**31 - 1
     lengths = (jnp.asarray(kv_lens, jnp.int32), jnp.asarray(cu_q_lens))
     options = {"window": window, "max_q_len": 40, "return_lse": True, "backend": "xla"}
@@ -171,3 +171,6 @@ def test_an_entry_that_is_read_and_no_block_shows():
     table, order = jnp.array([[9, 0], [0, 9]], jnp.int32), jnp.array([[1, 3], [1, 5]], jnp.int32)
     out = np.asarray(paged_attention(q, pool, pool, table, *lengths, block_order=order, window=8, backend="xla"))
     np.testing.assert_array_equal(out[:, 0, 0], [1, 0])  # the second sees nothing
+    order = jnp.array([[2, 3], [3, 4]], jnp.int32)  # of which a window of 6 at position 29 sees the last alone
+    out = np.asarray(paged_attention(q, pool, pool, table, *lengths, block_order=order, window=6, backend="xla"))
+    np.testing.assert_array_equal(out[:1, 0, 0], [1])

@@ -415,6 +415,25 @@ def test_first_tokens_are_read_as_they_are_and_the_others_as_they_are_stored(nam
     np.testing.assert_allclose(last_again(fmt, layer, memory), out[-1:], atol=1e-6)
 
 
+def test_no_token_is_kept_as_one_of_another_row_nor_one_that_only_pads():
+    fmt, (q, k, v) = scheme("int4_token_head:first3"), inputs()
+    reader, layer = Reader(MEMORY, None, fmt), new_cache(fmt).layers[0]
+    state, _, _ = begin(reader, MEMORY.init(), 7, 7)
+    state, _, _ = begin(reader, state, 2, 2)
+    # Two tokens of the second row; then seven of the first and what fills up.
+    for counts, own, padding in (([0, 2], slice(10, 12), 0), ([7, 0], slice(0, 9), 2)):
+        state, _ = appending(MEMORY)(state, jnp.array(counts, jnp.int32), max_new_tokens=7)
+        row = jnp.array([0] * counts[0] + [1] * counts[1] + [2] * padding, jnp.int32)
+        slots = MEMORY.slots(state, row, jnp.arange(len(row), dtype=jnp.int32))
+        cu_lens = jnp.array([0, counts[0], sum(counts)], jnp.int32)
+        attend = MemoryAttend(state, (slots,), cu_lens, MEMORY, fmt, 7)
+        _, layer = attend_in(attend, q[own], k[own], v[own], layer, AttentionSpec())
+    for pool, x in ((layer.k, k), (layer.v, v)):
+        np.testing.assert_array_equal(pool.first[0], x[:3].astype(jnp.bfloat16))
+        np.testing.assert_array_equal(pool.first[1, :2], x[10:12].astype(jnp.bfloat16))
+        assert not np.asarray(pool.first[1, 2]).any()
+
+
 def test_first_tokens_neither_raise_a_scale_nor_count_as_clipped():
     huge = [x.at[:3].mul(1000) for x in inputs()[1:]]
     slots = jnp.arange(TOKENS, dtype=jnp.int32)
