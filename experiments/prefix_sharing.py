@@ -112,7 +112,7 @@ def resolve(config: Config) -> Config:
     for size in config.cache_tokens:
         if size != "unbounded":
             require_int("cache_tokens", size, minimum=max(config.block_sizes))
-    named = {name for given in config.published for name in given.values}
+    named = {name for source in config.published for name, *_ in source.given()}
     if unknown := sorted(named - set(parts(config))):
         known = ", ".join(parts(config))
         raise ValueError(f"published: expected names of configurations ({known}), got {', '.join(unknown)}")

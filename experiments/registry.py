@@ -42,7 +42,9 @@ from experiments.errors import UserError, did_you_mean
 
 EXPERIMENTS: Mapping[str, str] = {
     "allocator_bench": "experiments.allocator_bench",
+    "block_size": "experiments.block_size",
     "capacity": "experiments.capacity",
+    "capacity_vs_rate": "experiments.capacity_vs_rate",
     "compile": "experiments.compile",
     "disaggregation": "experiments.disaggregation",
     "fp8_quality": "experiments.fp8_quality",
@@ -52,6 +54,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "paged_vs_contiguous": "experiments.paged_vs_contiguous",
     "packing": "experiments.packing",
     "parallel_sampling": "experiments.parallel_sampling",
+    "preemption": "experiments.preemption",
     "prefix_sharing": "experiments.prefix_sharing",
     "sharded_serving": "experiments.sharded_serving",
     "simulator_bench": "experiments.simulator_bench",

@@ -65,6 +65,9 @@ class Efficiencies:
       link_latency_us: of an all-reduce, however small. 10: assumed.
       pcie_gb_per_s: between host and device. 25: pinned memory of an A100 over PCIe 4.0 x16 gives 25.4 to 26.3 (CUDA's
         bandwidthTest).
+      copy_launch_us: of each copy between host and device, of which a block takes one a layer for keys and one for
+        values. 0: one transfer carries all. Separate calls of cudaMemcpyAsync, as PagedAttention makes them: 3.5 on an
+        H100 for few bytes, though to a peer (figures of pull request 2195 of meta-pytorch/torchcomms).
       map_call_us: of mapping a page. 40: cuMemMap with cuMemSetAccess on 2 MiB (arXiv 2405.04437, section 6); 8.6 on
         64 KiB with its patched driver.
       step_overhead_us: of a step however little it does: launches, scheduler, sampling. 500: assumed.
@@ -80,18 +83,18 @@ class Efficiencies:
     link_bandwidth: float = 0.75
     link_latency_us: float = 10.0
     pcie_gb_per_s: float = 25.0
+    copy_launch_us: float = 0.0
     map_call_us: float = 40.0
     step_overhead_us: float = 500.0
 
     def __post_init__(self) -> None:
-        """Refuses shares outside of (0, 1], factors below 1, negative times and no PCIe."""
+        """Refuses shares outside of (0, 1], factors of nothing, negative times and no PCIe."""
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             share = name.endswith(("_flops", "_bandwidth"))
-            low = 1 if name.startswith("paged_") else 0
-            above = name == "pcie_gb_per_s" or share
-            if not low <= value < math.inf or (share and value > 1) or (above and value == 0):
-                wanted = "above 0 and at most 1" if share else f"a finite number {'above' if above else 'from'} {low}"
+            above = name == "pcie_gb_per_s" or name.startswith("paged_") or share
+            if not 0 <= value < math.inf or (share and value > 1) or (above and value == 0):
+                wanted = "above 0 and at most 1" if share else f"a finite number {'above' if above else 'from'} 0"
                 raise ValueError(f"{name}: expected {wanted}, got {value}")
 
 
@@ -189,9 +192,10 @@ def make_roofline(
     weights = size.layer_parameters + size.output_parameters
     weight_bytes = Fraction(weights * _WEIGHT_BYTES[weight_dtype], devices)
     pair_flops = Fraction(4 * layers * size.q_heads * shape.head_dim, devices)
-    kv_bytes, table_bytes, decode, prefill, block_bytes = Fraction(shape.token_bytes), Fraction(0), 1, 1, 0
+    kv_bytes, table_bytes, decode, prefill = Fraction(shape.token_bytes), Fraction(0), 1, 1
+    block_bytes = launches = 0
     if block_size is not None:
-        block_bytes = shape.block_bytes(block_size)
+        block_bytes, launches = shape.block_bytes(block_size), 2 * layers
         kv_bytes = Fraction(block_bytes, block_size)
         table_bytes = Fraction(4 * layers, block_size)  # an i32 a block, which every layer reads anew
         decode, prefill = reached["paged_decode"], reached["paged_prefill"]
@@ -209,7 +213,7 @@ def make_roofline(
         exchange_token=_parts(sent_bytes / (link * reached["link_bandwidth"])),
         table_token=_parts(reached["table_entry_ns"] / (block_size * 10**9)) if block_size is not None else 0,
         map_call_ns=math.ceil(reached["map_call_us"] * 1000),
-        swap_block_ns=math.ceil(block_bytes / reached["pcie_gb_per_s"]),
+        swap_block_ns=math.ceil(block_bytes / reached["pcie_gb_per_s"] + launches * reached["copy_launch_us"] * 1000),
     )
 
 

@@ -9,6 +9,7 @@ from experiments import config, memory_waste
 from experiments.cost_config import CostConfig
 from experiments.memory_waste import Case, Config
 from experiments.progress import Progress
+from experiments.published import Published
 from experiments.run_directory import RunDirectory
 from experiments.simulation import Server
 from experiments.workloads.config import WorkloadConfig
@@ -31,7 +32,7 @@ def found(tmp_path_factory):
             "max": Case(MemoryConfig("reserved_max"), ALIKE),
             "paged": Case(MemoryConfig("paged"), ALIKE, over="max"),
         },
-        at_least={"paged": {"over": 1.0}},
+        published=(Published("over", ranges={"paged": (1.0, float("inf"))}),),
     )
     with RunDirectory.open(tmp_path_factory.mktemp("runs") / "run") as run_dir:
         run_dir.write_json("manifest.json", {"inputs": {}, "earlier_sessions": []})
@@ -57,8 +58,8 @@ def test_shares_are_of_the_whole_budget_and_add_up(found):
 
 def test_what_is_too_small_too_far_from_a_source_or_says_nothing_fails(found):
     assert memory_waste.failed_checks({"max": found["max"]}) == []
-    short = dict(found["paged"], over=0.5, over_at_least=1.0)
-    assert any("over is 0.5" in failure for failure in memory_waste.failed_checks({"paged": short}))
+    short = dict(found["paged"], over=0.5, over_holds=False)
+    assert any("over is 0.5, published at least 1" in text for text in memory_waste.failed_checks({"paged": short}))
     idle = dict(found["max"], queueing_share=0.2)
     assert "requests queued during 20% of the busy time" in memory_waste.failed_checks({"max": idle})[0]
 

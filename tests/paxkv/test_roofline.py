@@ -19,7 +19,7 @@ from paxkv.roofline import MOST_WORK, Efficiencies, Roofline, make_roofline
 
 IDEAL = Efficiencies(
     **{field.name: 1.0 for field in dataclasses.fields(Efficiencies)}
-    | {"table_entry_ns": 0.0, "link_latency_us": 0.0, "step_overhead_us": 10.0}
+    | {"table_entry_ns": 0.0, "link_latency_us": 0.0, "copy_launch_us": 0.0, "step_overhead_us": 10.0}
 )
 MS = 100 * TICK_PARTS
 # A tera of everything, so that what a step does and what it takes are the same digits.
@@ -64,6 +64,9 @@ def test_efficiencies_divide_peaks_and_multiply_what_paging_costs():
     assert (paged.kv_token, paged.pair) == (1202 * TICK_PARTS // 10**7, 2 * TICK_PARTS // 10**4)
     assert paged.table_token == 5 * TICK_PARTS // 10**4
     assert paged.swap_block_ns == 8000  # 10 tokens of 800 B at 1 GB/s
+    # A block of 5 layers is 10 copies, of keys and of values.
+    assert made(block_size=10, copy_launch_us=3.5).swap_block_ns == 8000 + 10 * 3500
+    assert made(copy_launch_us=3.5).swap_block_ns == 0  # nothing that goes to the host
     assert made(map_call_us=8.6).map_call_ns == 8600
 
 
@@ -199,7 +202,7 @@ def test_what_int32_ticks_cannot_say_is_refused():
     [
         ({"linear_flops": 0.0}, "linear_flops: expected above 0 and at most 1, got 0.0"),
         ({"kv_bandwidth": 1.01}, "kv_bandwidth: expected above 0 and at most 1"),
-        ({"paged_decode": 0.9}, "paged_decode: expected a finite number from 1"),
+        ({"paged_decode": 0.0}, "paged_decode: expected a finite number above 0"),
         ({"pcie_gb_per_s": 0.0}, "pcie_gb_per_s: expected a finite number above 0"),
         ({"step_overhead_us": -1.0}, "step_overhead_us: expected a finite number from 0"),
         ({"map_call_us": math.inf}, "map_call_us: expected a finite number from 0"),
