@@ -241,8 +241,8 @@ def require_sound(simulator: Simulator, simulation: Simulation) -> None:
             )
         case Halt.STUCK:
             raise RuntimeError(
-                f"{int(simulation.scheduler.queued)} requests wait at {int(simulation.scheduler.clock)} ticks, nobody "
-                "runs, and nobody is admitted"
+                f"{int(simulation.scheduler.queued)} requests wait at {int(simulation.scheduler.clock)} ticks, nobody is "
+                "admitted, and nobody who runs computes anything"
             )
 
 
@@ -262,7 +262,8 @@ def _turn(
     """One step, and as many as follow from it without a decision."""
     before = now.scheduler
     after, first, plan = _step(simulator, policy, requests, before, transcripts)
-    nothing = (first.new_tokens == 0) & (first.ticks == 0) & (first.refused == 0)
+    no_decision = (first.admitted == 0) & (first.refused == 0) & (first.preempted == 0)
+    nothing = (first.new_tokens == 0) & no_decision & ((first.ticks == 0) | (first.running > 0))
     halt = jnp.where(after.clock < before.clock, Halt.CLOCK, jnp.where(nothing, Halt.STUCK, Halt.NONE))
     records, more = jax.tree.map(lambda leaf: leaf[None], first), jnp.int32(0)
     if simulator.max_stride > 1:

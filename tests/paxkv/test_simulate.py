@@ -239,7 +239,7 @@ def test_requests_that_nobody_will_ever_serve_are_told_and_do_not_loop():
             return state, jnp.int32(self.rows), jnp.int32(Outcome.LATER)
 
     memory = Refuses(rows=2, max_len=40, block_size=4, num_blocks=4)
-    with pytest.raises(RuntimeError, match="1 requests wait at 0 ticks, nobody runs, and nobody is admitted"):
+    with pytest.raises(RuntimeError, match="1 requests wait at 0 ticks, nobody is admitted, and nobody who runs"):
         simulate(Simulator(memory, 8), make_requests(None, np.array([3]), np.array([2]), np.zeros(1), seed=0))
 
 
