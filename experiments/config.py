@@ -234,7 +234,10 @@ def _check_union(choices: Sequence[Any], raw: Any, key: str, leaves: Mapping[str
         if choice is type(None):
             continue
         try:
-            return _check(choice, raw, key, leaves)
+            _check(choice, raw, key, leaves)
+            if dataclasses.is_dataclass(choice):
+                decode(typing.cast(type, choice), raw)  # where it may be something else, draccus does not say why not
+            return
         except UserError as error:
             errors.append(error)
     raise errors[0] if len(errors) == 1 else UserError("; or ".join(map(str, errors)))
