@@ -58,7 +58,8 @@ GLOSSARY = {
     "peak_blocks_saved_share": "the same share in the step in which it was largest",
     "preemptions": "how often a running request lost its memory, to be computed again or to go to the host",
     "recompute_tokens": "stored tokens that preemption threw away",
-    "hit_tokens": "stored tokens that a request found when it was admitted: shared, or brought back from the host",
+    "hit_tokens": "stored tokens that a request found when it was admitted: shared, brought back from the host, or "
+    "delivered with it",
     "swapped_out_blocks": "blocks copied to the host; one that still has its copy there is not copied again",
     "swapped_in_blocks": "blocks copied back from it; one that is still on the device is not copied",
     "swap_ms": "what those copies take, at `cost.swap_block_ns` each",

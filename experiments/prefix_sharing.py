@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import polars as pl
 
-from experiments import prefix_figures
+from experiments import prefix_figures, published
 from experiments.prefix_bounds import Chains, block_chains
 from experiments.prefix_measure import (
     Asked,
@@ -23,7 +23,8 @@ from experiments.prefix_measure import (
 from experiments.prefix_prompts import SyntheticPrompts
 from experiments.prefix_replay import replay
 from experiments.progress import Progress
-from experiments.results import Results
+from experiments.published import Published
+from experiments.results import Results, Table
 from experiments.run_directory import RunDirectory
 from experiments.workloads import WorkloadConfig, load_workload, with_sha256
 from paxkv.model_shapes import model_shape
@@ -32,7 +33,6 @@ from paxkv.sizes import require_int
 DESCRIPTION = "Prefix cache: hit rate and memory saved over block sizes, cache sizes and eviction policies."
 GLOSSARY = prefix_figures.GLOSSARY
 """What each metric means, in a sentence."""
-tables = prefix_figures.tables
 figures = prefix_figures.figures
 
 
@@ -60,7 +60,7 @@ class Config:
       explain_misses: also count the tokens that were not hit by the reason why. Not with `partial_blocks`, whose
         blocks stand for hash ids.
       kv_model: whose keys and values the bytes are of.
-      expect: by configuration and metric, what must come out.
+      published: what must come out, by the names of configurations.
     """
 
     experiment: Literal["prefix_sharing"] = "prefix_sharing"
@@ -77,7 +77,7 @@ class Config:
     chunk_tokens: int = 1024
     explain_misses: bool = False
     kv_model: str = "Llama-3-8B"
-    expect: dict[str, dict[str, int]] = dataclasses.field(default_factory=dict)
+    published: tuple[Published, ...] = ()
 
 
 def cases(config: Config) -> list[Case]:
@@ -112,8 +112,10 @@ def resolve(config: Config) -> Config:
     for size in config.cache_tokens:
         if size != "unbounded":
             require_int("cache_tokens", size, minimum=max(config.block_sizes))
-    if unknown := config.expect.keys() - set(parts(config)):
-        raise ValueError(f"expect: expected names of configurations ({', '.join(parts(config))}), got {unknown}")
+    named = {name for source in config.published for name, *_ in source.given()}
+    if unknown := sorted(named - set(parts(config))):
+        known = ", ".join(parts(config))
+        raise ValueError(f"published: expected names of configurations ({known}), got {', '.join(unknown)}")
     model_shape(config.kv_model)
     if config.explain_misses and config.partial_blocks:
         raise ValueError(
@@ -160,16 +162,19 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
             for name in parts(config)
         ),
     )
-    return {name: found | _unmet(name, found, config.expect.get(name, {})) for name, found in results.items()}
+    return published.compared(results, config.published)
+
+
+def tables(results: Results) -> list[Table]:
+    """Those of `prefix_figures`, and what is published if anything is."""
+    compared = published.table(results)
+    return [*prefix_figures.tables(results), *([compared] if compared.rows else [])]
 
 
 def failed_checks(results: Results) -> list[str]:
-    """What must hold for any prompts: expectations, the independent count, the optimum, and that larger is better."""
-    failures: list[str] = []
+    """What is published, and what must hold for any prompts: an independent count, the optimum, larger is better."""
+    failures = published.failed_checks(results)
     for name, found in results.items():
-        for metric in found:
-            if (expected := found.get(f"{metric}_expected")) is not None:
-                failures.append(f"{name}: {metric} is {found[metric]:,}, expected {expected:,}")
         if found.get("miscounted_requests"):
             failures.append(
                 f"{name}: the hits of {found['miscounted_requests']:,} requests are not those of an independent count"
@@ -216,13 +221,6 @@ def _asked(config: Config, run_dir: RunDirectory) -> Asked:
             f"{list(config.block_sizes)}"
         )
     return asked
-
-
-def _unmet(name: str, found: dict[str, Any], expected: dict[str, int]) -> dict[str, int]:
-    """Expectations that do not hold, as `<metric>_expected`."""
-    if unknown := expected.keys() - found.keys():
-        raise ValueError(f"expect.{name}: expected metrics ({', '.join(found)}), got {', '.join(sorted(unknown))}")
-    return {f"{metric}_expected": value for metric, value in expected.items() if found[metric] != value}
 
 
 def _caches(config: Config, results: Results) -> pl.DataFrame:

@@ -19,7 +19,8 @@ class Published:
       metric: its name in the results.
       values: by the name of the result.
       tolerance: by how much ours may differ; half a unit of the last digit where a source prints so many.
-      ranges: lowest and highest by the name of the result, where sources give both; `.inf` for no highest.
+      ranges: lowest and highest by the name of the result, where sources give both; `.inf` for no highest, `-.inf` for
+        no lowest.
       deviates: why ours differs by more than that, where it is known to. It then must: once it holds, that is an error.
     """
 
@@ -43,8 +44,12 @@ class Published:
         for name, value in self.values.items():
             yield name, value - self.tolerance, value + self.tolerance, value
         for name, (low, high) in self.ranges.items():
-            said = f"at least {_text(low)}" if high == math.inf else f"{_text(low)} to {_text(high)}"
+            said = f"{_text(low)} to {_text(high)}" if math.isfinite(high - low) else _one_sided(low, high)
             yield name, low - self.tolerance, high + self.tolerance, said
+
+
+def _one_sided(low: float, high: float) -> str:
+    return f"at most {_text(high)}" if low == -math.inf else f"at least {_text(low)}"
 
 
 def compared(results: Results, published: Iterable[Published]) -> dict[str, dict[str, Value]]:

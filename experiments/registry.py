@@ -46,6 +46,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "capacity": "experiments.capacity",
     "capacity_vs_rate": "experiments.capacity_vs_rate",
     "compile": "experiments.compile",
+    "disaggregation": "experiments.disaggregation",
     "fp8_quality": "experiments.fp8_quality",
     "fuzz": "experiments.fuzz",
     "kernel_bench": "experiments.kernel_bench",
@@ -58,6 +59,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "sharded_serving": "experiments.sharded_serving",
     "simulator_bench": "experiments.simulator_bench",
     "vattention": "experiments.vattention",
+    "vattention_serving": "experiments.vattention_serving",
 }
 
 

@@ -23,7 +23,8 @@ from experiments.workloads.workload import Workload
 from paxkv.config import MemoryConfig
 from paxkv.memory import limits
 from paxkv.policy import Policy, choices
-from paxkv.simulate import Simulation, Simulator, init_simulation, is_finished, require_sound, run_points, take_records
+from paxkv.requests import Reason
+from paxkv.simulate import Simulation, Simulator, init_simulation, require_sound, run_points, take_records
 from paxkv.simulate import run as run_simulation
 from paxkv.sizes import require_int
 
@@ -220,11 +221,12 @@ def _time_sweep(
     begin = time.perf_counter()
     ended = jax.block_until_ready(compiled(*placed))
     seconds = time.perf_counter() - begin
+    ended = jax.tree.map(np.asarray, ended)
     rows = []
     for i, (num_blocks, watermark, policy, scale) in enumerate(points):
         point: Simulation = jax.tree.map(lambda leaf, i=i: leaf[i], ended)
         require_sound(simulator, point)
-        if not bool(is_finished(requests[i], point.scheduler)):
+        if np.any(point.scheduler.progress.reason == Reason.NONE):
             raise ValueError(f"max_records: expected room for all steps of every point, got {config.max_records}")
         rows.append(
             {
@@ -234,7 +236,7 @@ def _time_sweep(
                 "time_scale": scale,
                 "steps": int(point.count),
                 "turns": int(point.turns),
-                "preemptions": int(jnp.sum(point.scheduler.progress.preemptions)),
+                "preemptions": int(point.scheduler.progress.preemptions.sum()),
                 "digest": _digest(point),
             }
         )

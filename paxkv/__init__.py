@@ -34,6 +34,7 @@ from paxkv.reserved import Reserved, ReservedState
 from paxkv.roofline import Efficiencies, Roofline, make_roofline
 from paxkv.scheduler import commit, schedule
 from paxkv.scheduler_state import Plan, SchedulerState, init_scheduler
+from paxkv.simulate import Simulated, Simulator
 from paxkv.sizes import parse_fraction, parse_size
 from paxkv.steps import StepRecord
 from paxkv.windows import Group
@@ -72,6 +73,8 @@ __all__ = [
     "ReservedState",
     "Roofline",
     "SchedulerState",
+    "Simulated",
+    "Simulator",
     "Status",
     "StepCost",
     "StepRecord",

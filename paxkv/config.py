@@ -40,7 +40,7 @@ class MemoryConfig:
       explain_misses: paged with prefix caching: also count why tokens were not hit.
       watermark: paged, vattention: share of the memory kept back from admissions while anything runs, as decimal text.
       page: vattention: size of a physical page, such as "64 KiB" or "2 MiB".
-      lookahead_steps: vattention: how many steps ahead the background maps.
+      lookahead_steps: vattention: how many steps ahead the background maps; 0 for no mapping in the background.
       background_groups: vattention: most page groups that a step maps ahead of need.
       deferred_reclaim: vattention: leave the groups of an ended request mapped for the next one.
       min_block: reserved: smallest range of the buddy allocator in tokens, a power of two.

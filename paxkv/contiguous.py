@@ -52,9 +52,9 @@ class VAttention(SharesNothing):
     - `append` maps what each row misses for its new length, reclaiming first what the free pool is short of. The
       step waits for these maps.
     - `release` leaves the groups mapped for the next sequence in this row, or unmaps them if not `deferred_reclaim`.
-    - `background` runs beside the computation, in two parts. First, each live row should have what one more token
-      needs: rows are served in ascending order as long as free groups and surplus beyond that need suffice,
-      reclaiming what is short; the first row that cannot be served ends this part. Second, up to
+    - `background` runs beside the computation, unless `lookahead_steps` is 0, in two parts. First, each live row should
+      have what one more token needs: rows are served in ascending order as long as free groups and surplus beyond that
+      need suffice, reclaiming what is short; the first row that cannot be served ends this part. Second, up to
       `background_groups` of the groups that are free by then go to live rows that have too little for
       `lookahead_steps` more tokens, one group each, first to the row that has room for the fewest further
       tokens; ties go to the lowest id. A row never gets more than `max_len` tokens need.
@@ -66,7 +66,7 @@ class VAttention(SharesNothing):
       page_bytes: bytes of one physical page.
       token_bytes: bytes of one token in one buffer, `kv_heads * head_dim * element_bytes`.
       buffers: virtual tensors, two per layer; mapping or unmapping a group takes a driver call for each.
-      lookahead_steps: how many tokens ahead the background maps.
+      lookahead_steps: how many tokens ahead the background maps; 0 for none, so that steps wait for all maps.
       background_groups: most groups that one step maps ahead of need.
       deferred_reclaim: keep the groups of released rows mapped until they are wanted elsewhere.
       watermark_groups: groups kept back from admissions while anything runs.
@@ -167,7 +167,7 @@ class VAttention(SharesNothing):
         self, state: VAttentionState, grows: Bool[Array, " rows"], steps: Int32[Array, ""]
     ) -> Int32[Array, ""]:
         # As long as every row has room for what the background looks ahead to, nothing is mapped.
-        ahead = max(self.lookahead_steps if self.background_groups else 0, 1)
+        ahead = self.lookahead_steps if self.background_groups else min(self.lookahead_steps, 1)
         room = self.room(state)
         spare = jnp.where(room < self.max_len, room - state.seqs.lengths - ahead, self.max_len - state.seqs.lengths)
         return jnp.clip(jnp.min(jnp.where(state.seqs.active, spare, steps)), 0, steps)
@@ -197,7 +197,7 @@ class VAttention(SharesNothing):
         return self._unmap(state, jnp.where(released, state.mapped, 0))
 
     def background(self, state: VAttentionState) -> VAttentionState:
-        return self._map_ahead(self._map_next(state))
+        return self._map_ahead(self._map_next(state)) if self.lookahead_steps else state
 
     def slots(
         self, state: VAttentionState, row: Int32[Array, " tokens"], position: Int32[Array, " tokens"]

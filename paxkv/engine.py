@@ -134,8 +134,8 @@ def init_engine(engine: Engine, requests: Requests, cache: KVCache, *, max_outpu
     Inside of jit `max_output`, the most tokens that a request asks for, has to be given.
 
     Raises:
-      ValueError: if `cache` has another number of slots or entries than the memory needs, or beams ask for more than it
-        can do.
+      ValueError: if `cache` has another number of slots or entries than the memory needs, beams ask for more than it
+        can do, or requests bring keys and values, which here would be missing: see `paxkv.disaggregated`.
     """
     slots = cache.num_slots
     if slots != engine.memory.num_slots:
@@ -144,6 +144,8 @@ def init_engine(engine: Engine, requests: Requests, cache: KVCache, *, max_outpu
         )
     if requests.beams and not engine.memory.can_fork:
         raise ValueError("memory: expected one that can fork, as beams share blocks, such as Paged(..., forks=True)")
+    if requests.delivered is not None:
+        raise ValueError("delivered: expected None, as an engine stores what it computes; send them as a parcel")
     places = num_places(engine.memory.layer_groups, len(cache.layers))
     if len(cache.layers) != places:
         raise ValueError(

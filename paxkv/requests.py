@@ -53,6 +53,7 @@ class Requests:
     priorities: jax.Array  # i32[requests]; lower is preempted, and leaves the cache, first, and is admitted last
     predicted_lens: jax.Array  # i32[requests]; what somebody says that `output_lens` will be
     deadlines: jax.Array  # i32[requests]; ticks; when the first token is due
+    delivered: jax.Array | None = None  # i32[requests]; tokens whose keys and values come with it; None: nobody has any
     stop_token: int = dataclasses.field(metadata={"static": True}, default=-1)  # -1: none
     samples: int = dataclasses.field(metadata={"static": True}, default=1)  # sequences of each prompt
     beams: bool = dataclasses.field(metadata={"static": True}, default=False)  # they are the best, not samples
@@ -108,6 +109,7 @@ def make_requests(
     priorities: np.ndarray | None = None,
     predicted_lens: np.ndarray | None = None,
     deadline_ms: np.ndarray | None = None,
+    delivered: np.ndarray | None = None,
 ) -> Requests:
     """Puts a workload on the device.
 
@@ -130,10 +132,12 @@ def make_requests(
       predicted_lens: i32[requests], at least 0; what a predictor says of `output_lens`, which it knows if None.
       deadline_ms: f64[requests], not negative; when the first token of each is due, on the clock of `arrival_ms`. Its
         arrival if None, as if all were due after the same time.
+      delivered: i32[requests], from 0 to the prompt; tokens at its start whose keys and values were computed elsewhere
+        and come with the request, as to a server that only answers. The last token of a prompt is computed in any case.
 
     Raises:
       ValueError: if shapes disagree, anything is no integer of 32 bits or out of range, arrivals are unsorted or
-        beyond the clock, or beams are asked for with what only samples have.
+        beyond the clock, beams are asked for with what only samples have, or several samples with what is delivered.
     """
     count = np.size(prompt_lens)
     if count == 0:
@@ -187,6 +191,13 @@ def make_requests(
             f"predicted_lens: expected 0 or more, and with the prompt less than 2**31, got {predicted.min()} to "
             f"{predicted.max()}"
         )
+    if delivered is not None:
+        delivered = _integers("delivered", delivered, one_each)
+        if not (np.all(delivered >= 0) and np.all(delivered <= prompt_lens)) or samples > 1:
+            raise ValueError(
+                f"delivered: expected 0 to the prompt's tokens, and one sample of each, got {delivered.min()} to "
+                f"{delivered.max()} and {samples}"
+            )
     return Requests(
         prompts=each(prompts),
         prompt_lens=each(prompt_lens),
@@ -201,6 +212,7 @@ def make_requests(
         priorities=label("priorities", priorities),
         predicted_lens=each(predicted),
         deadlines=each(arrivals if deadline_ms is None else _deadlines(deadline_ms, count)),
+        delivered=None if delivered is None else each(delivered),
         stop_token=stop_token,
         samples=samples,
         beams=beams,

@@ -14,6 +14,9 @@ A step in the life of a request:
 5. A request that has computed all its known tokens samples the next one.
 6. It ends with a reason, and its memory is released.
 
+A request to a server that only answers brings the keys and values of its prompt: they are stored when it is admitted,
+and computed if it is preempted and comes back.
+
 Sequences that were asked for together (samples of one prompt, beams) share its blocks if memory can fork: the first
 computes the prompt but for its last token, the others fork from it there, and from then on all of them sample in the
 same steps. They are preempted together.

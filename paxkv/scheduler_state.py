@@ -42,7 +42,7 @@ class Plan:
     refused: jax.Array  # i32[]
     preempted: jax.Array  # i32[]
     recompute_tokens: jax.Array  # i32[]; stored tokens that preemption threw away
-    hit_tokens: jax.Array  # i32[]; tokens that admitted requests found stored already
+    hit_tokens: jax.Array  # i32[]; tokens that admitted requests found stored already, or brought
     closed: jax.Array  # bool[]; all who wait were told to, and will be again unless something is given back
     moves_out: Moves | None = None  # blocks to copy to the host before the step computes anything
     moves_in: Moves | None = None  # and back from it, after that

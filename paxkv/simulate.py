@@ -97,11 +97,13 @@ def init_simulation(simulator: Simulator, requests: Requests, limits: Limits | N
     """Nothing stored, nobody started; all of the memory may be used unless `limits` says otherwise.
 
     Raises:
-      ValueError: if requests ask for what needs logits.
+      ValueError: if requests ask for what needs logits, or bring tokens that a prefix cache would have to know.
     """
     if requests.beams or requests.stop_token >= 0:
         what = "beams" if requests.beams else "a stop token"
         raise ValueError(f"requests: expected none with {what}, as a simulator has no logits, got some")
+    if requests.delivered is not None and simulator.memory.publishes:
+        raise ValueError("delivered: expected nothing with a prefix cache, whose chains begin with what was computed")
     scheduler = init_scheduler(simulator.memory, requests, limits)
     size = simulator.max_records + simulator.max_stride
     names = [field.name for field in dataclasses.fields(StepRecord) if field.name != "usage"]

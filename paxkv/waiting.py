@@ -24,7 +24,7 @@ class Admitted(NamedTuple):
 
     state: SchedulerState
     granted: Int32[Array, " rows"]  # tokens that each new row computes in this step
-    starts: Int32[Array, " rows"]  # tokens that it found stored
+    starts: Int32[Array, " rows"]  # tokens that it found stored, or brought
     admitted: Int32[Array, ""]
     refused: Int32[Array, ""]
     hit_tokens: Int32[Array, ""]
@@ -65,6 +65,8 @@ def admit_waiting(
         if not policy.may("chunked", False):
             return is_open
         known = _known(requests, carry.so_far.state, carry.candidate)
+        if requests.delivered is not None:
+            known -= _delivered(requests, carry.so_far.state, carry.candidate, known)
         return is_open & (policy.chunked | (known <= left) | (known > max_new_tokens))
 
     def try_one(carry: _Round) -> _Round:
@@ -86,6 +88,11 @@ def admit_waiting(
         ok, ends = outcome == Outcome.OK, outcome == Outcome.NEVER
         row = jnp.where(ok, row, memory.rows)
         state = _book(memory, requests, state, memory_state, candidate, row, ends)
+        if requests.delivered is not None:
+            brought = _delivered(requests, state, candidate, known)
+            arrives = jnp.zeros(memory.rows, jnp.int32).at[row].set(brought, mode="drop")
+            memory_state, _ = memory.append(state.memory, arrives, memory.max_len)
+            state = dataclasses.replace(state, memory=memory_state)
 
         stored = memory.seqs(state.memory).lengths.at[row].get(mode="fill", fill_value=0)
         together = memory.can_fork & (requests.group_sizes[candidate] > 1)
@@ -135,6 +142,15 @@ def _known(requests: Requests, state: SchedulerState, candidate: Int32[Array, ""
     """Prompt and output so far; 1 for nobody."""
     prompt = requests.prompt_lens.at[candidate].get(mode="fill", fill_value=1)
     return prompt + state.progress.generated.at[candidate].get(mode="fill", fill_value=0)
+
+
+def _delivered(
+    requests: Requests, state: SchedulerState, candidate: Int32[Array, ""], known: Int32[Array, ""]
+) -> Int32[Array, ""]:
+    """Tokens whose keys and values come with the candidate; they come once, and are lost to a preemption."""
+    brought = typing.cast(jax.Array, requests.delivered).at[candidate].get(mode="fill", fill_value=0)
+    is_new = state.progress.preemptions.at[candidate].get(mode="fill", fill_value=1) == 0
+    return jnp.where(is_new, jnp.minimum(brought, known - 1), 0)
 
 
 def _too_many_adapters(

@@ -33,3 +33,12 @@ def test_the_attention_by_itself_is_softmax_attention_over_the_window():
     keys, values = (np.concatenate([x[7], x[2]])[6:30, 1] for x in (k, v))
     weights = np.exp(keys @ q[4, 5] / 8)
     np.testing.assert_allclose(out[4, 5], weights @ values / weights.sum(), rtol=2e-5, atol=1e-6)
+
+
+def test_the_simulation_by_itself_serves_everybody_in_order_of_length():
+    names = run("Simulator(memory")
+    progress, requests = names["progress"], names["requests"]
+    np.testing.assert_array_equal(progress.generated, requests.output_lens)
+    waited = progress.admitted_at - np.asarray(requests.arrivals)
+    short = np.asarray(requests.prompt_lens + requests.output_lens) < 500
+    assert waited[short].mean() < waited[~short].mean() / 2

@@ -17,6 +17,7 @@ from experiments.prefix_bounds import block_chains, unbounded_hits
 from experiments.prefix_measure import RECENT_PROMPTS, Asked, Case, ask_trace, make_memory
 from experiments.prefix_prompts import Prompts, SyntheticPrompts, synthetic_prompts
 from experiments.progress import Progress
+from experiments.published import Published
 from experiments.run_directory import RunDirectory
 from experiments.workloads import WorkloadConfig, load_workload
 
@@ -211,7 +212,10 @@ def test_figures_are_drawn_from_the_files_of_the_run(finished):
 def test_fifty_requests_with_a_thousand_tokens_in_common_store_62_blocks_once(tmp_path):
     config = configs.decode(experiment.Config, configs.read_yaml(CONFIGS / "shared_prefix.yaml"))
     assert (config.synthetic.conversations, config.synthetic.system_tokens, config.resident) == (50, 1000, 50)
-    results = run(dataclasses.replace(config, block_sizes=(16,)), tmp_path / "run")
+    given = tuple(
+        dataclasses.replace(p, values={"block16-unbounded": p.values["block16-unbounded"]}) for p in config.published
+    )
+    results = run(dataclasses.replace(config, block_sizes=(16,), published=given), tmp_path / "run")
     assert experiment.failed_checks(results) == []
     found = results["block16-unbounded"]
     assert (found["shared_blocks"], found["most_sharers"], found["blocks_saved"]) == (62, 50, 62 * 49)
@@ -221,23 +225,26 @@ def test_fifty_requests_with_a_thousand_tokens_in_common_store_62_blocks_once(tm
     with plots.style():
         (figure,) = experiment.figures(tmp_path / "run")  # one size is no axis
     assert figure.title == "Blocks stored against blocks asked for"
-    _, together = experiment.tables(results)
+    _, together, *_ = experiment.tables(results)
     assert together.rows == [
         ["block16-unbounded", "62 stored once instead of 50 times", "712", "3,750", "3,038", "5.93"],
     ]
 
 
 def test_a_trace_counts_as_its_publishers_do(trace, tmp_path):
-    config = dataclasses.replace(trace, expect={"block512-unbounded": {"blocks_saved": 6, "tokens": 4400}})
+    config = dataclasses.replace(trace, published=(Published("blocks_saved", {"block512-unbounded": 6}),))
     results = run(experiment.resolve(config), tmp_path / "run")
     found = results["block512-unbounded"]
     # Hit: nothing; 7 and 8; 7; 7, 8 and 9, all of the prompt; nothing.
     assert (found["blocks"], found["blocks_saved"]) == (11, 6)
     assert (found["tokens"], found["hit_tokens"]) == (4400, 1024 + 512 + 1500)
     assert experiment.failed_checks(results) == []
-    wrong = dataclasses.replace(trace, expect={"block512-unbounded": {"blocks_saved": 7}})
+    wrong = dataclasses.replace(trace, published=(Published("blocks_saved", {"block512-unbounded": 7}),))
     results = run(experiment.resolve(wrong), tmp_path / "wrong")
-    assert experiment.failed_checks(results) == ["block512-unbounded: blocks_saved is 6, expected 7"]
+    assert experiment.failed_checks(results) == [
+        "block512-unbounded: blocks_saved is 6, published 7, which may differ by 0"
+    ]
+    assert experiment.tables(results)[-1].title == "Published values: 1 compared, 1 differ"
 
 
 def test_a_trace_counts_token_by_token_unless_told_otherwise(trace):
@@ -278,7 +285,7 @@ def test_what_cannot_be_fails_the_run(finished, changes, said):
         ({"partial_blocks": True, "explain_misses": False}, "partial_blocks: only a trace"),
         ({"partial_blocks": True}, "explain_misses: expected false with partial_blocks"),
         ({"kv_model": "Llama-3-9B"}, "did you mean 'Llama-3-8B'"),
-        ({"expect": {"block5-unbounded": {}}}, "expect: expected names of configurations"),
+        ({"published": (Published("blocks", {"block5-unbounded": 1}),)}, "published: expected names of configurations"),
         ({"synthetic": SyntheticPrompts(conversations=0)}, "conversations must be at least 1"),
     ],
 )
@@ -299,6 +306,6 @@ def test_a_trace_that_is_missing_or_counted_by_another_block_is_named(trace, tmp
 
 
 def test_an_expectation_of_a_metric_that_is_none_is_refused(trace, tmp_path):
-    config = dataclasses.replace(trace, expect={"block512-unbounded": {"blocks_hit": 6}})
-    with pytest.raises(ValueError, match=r"expect\.block512-unbounded: expected metrics .* got blocks_hit"):
+    config = dataclasses.replace(trace, published=(Published("blocks_hit", {"block512-unbounded": 6}),))
+    with pytest.raises(ValueError, match="published: there is no 'blocks_hit' of 'block512-unbounded'"):
         run(config, tmp_path / "run")

@@ -40,6 +40,9 @@ def test_a_range_holds_from_end_to_end_and_says_both():
     assert published.table(found).rows[0] == ["azure/paged", "requests", "700 to 798", "0", "798", "yes"]
     found = published.compared(OURS, [Published("requests", ranges={"azure/paged": (799, math.inf)})])
     assert "published at least 799, which" in published.failed_checks(found)[0]
+    below = published.compared(OURS, [Published("requests", ranges={"azure/paged": (-math.inf, 797)})])
+    assert below["azure/paged"]["requests_published"] == "at most 797"
+    assert below["azure/paged"]["requests_holds"] is False
 
 
 def test_what_is_known_to_deviate_must():

@@ -16,6 +16,7 @@ class Request:
     predicted: int = 0
     deadline: int = 0
     adapter: int = 0
+    delivered: int = 0  # tokens whose keys and values come with it
     row: int | None = None
     generated: int = 0
     reason: str = "NONE"
@@ -28,6 +29,11 @@ class Request:
     @property
     def known(self) -> int:
         return self.prompt + self.generated
+
+    @property
+    def brings(self) -> int:
+        """Of what it knows; the last token is computed, and after a preemption all of them."""
+        return 0 if self.preemptions else min(self.delivered, self.known - 1)
 
     @property
     def ended(self) -> bool:
@@ -176,7 +182,10 @@ class SchedulerOracle:
             step.admitted += 1
             if request.admitted_at < 0:
                 request.admitted_at = self.clock
-            counts[row] = min(request.known, budget)
+            if request.brings:
+                tokens = [request.brings if r == row else 0 for r in range(self.memory.rows)]
+                assert self.memory.append(tokens, self.memory.max_len) == OK
+            counts[row] = min(request.known - request.brings, budget)
             budget -= counts[row]
             self.note(request, counts[row], step)
         self.store(counts)
@@ -270,7 +279,7 @@ class PolicyOracle(SchedulerOracle):
         )
 
     def must_be_whole(self, request: Request, budget: int) -> bool:
-        return not self.policy.chunked and budget < request.known <= self.token_budget
+        return not self.policy.chunked and budget < request.known - request.brings <= self.token_budget
 
     def is_barred(self, request: Request) -> bool:
         adapters = {r.adapter for r in self.running()}

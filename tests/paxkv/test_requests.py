@@ -46,6 +46,11 @@ def test_labels_are_kept_to_the_last_bit_and_each_sequence_of_a_prompt_has_them(
     assert make().adapters.tolist() == make().salts.tolist() == make().priorities.tolist() == [0, 0, 0]
 
 
+def test_what_is_delivered_lies_there_only_if_somebody_brings_it():
+    assert make().delivered is None
+    assert make(delivered=np.array([4, 0, 2])).delivered.tolist() == [4, 0, 2]
+
+
 def test_requests_end_with_their_output_or_at_the_longest_sequence_and_never_store_the_last_token():
     assert final_lengths(make(), 10, jnp.arange(3)).tolist() == [8, 0, 9]
 
@@ -113,6 +118,10 @@ def test_nobody_has_started():
         ({"beams": True}, "samples: expected at least 2 with beams"),
         ({"beams": True, "samples": 2, "temperature": 0.5}, "temperature: expected 0 with beams"),
         ({"beams": True, "samples": 2, "stop_token": 3}, "stop_token: expected none"),
+        ({"delivered": np.array([5, 0, 0])}, "delivered: expected 0 to the prompt's tokens.*got 0 to 5"),
+        ({"delivered": np.array([1, -1, 0])}, "delivered: expected 0 to the prompt's tokens.*got -1 to 1"),
+        ({"delivered": np.array([1, 0, 0]), "samples": 2}, "delivered: expected .* one sample of each.* and 2"),
+        ({"delivered": np.array([1, 0])}, r"delivered: expected shape \[3\]"),
         ({"arrival_ms": np.array([1.0, 0.5, 2.0])}, "arrival_ms: expected ascending"),
         ({"arrival_ms": np.array([-1.0, 0.5, 2.0])}, "arrival_ms: expected ascending"),
         ({"arrival_ms": np.array([0.0, np.nan, 2.0])}, "arrival_ms: expected ascending"),

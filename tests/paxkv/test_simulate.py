@@ -28,6 +28,7 @@ from tests.paxkv.scheduler_oracle import PolicyOracle, Request
 
 MAX_LEN, BUDGET, COUNT = 40, 9, 10
 QUICKLY = quickly()
+DELIVERED = {"paged", "vattention"}  # there requests bring keys and values
 COST = StepCost(step_ns=70_001, token_ns=11_003, kv_token_ns=507, map_call_ns=40_000)
 MEMORIES = {
     "paged": Paged(rows=5, max_len=MAX_LEN, block_size=3, num_blocks=20, watermark_blocks=1),
@@ -37,7 +38,11 @@ MEMORIES = {
     ),
     "reserved": Reserved(rows=5, max_len=MAX_LEN, num_slots=120, policy="pow2", min_block=2),
 }
-POLICIES = (FIRST_COME, Policy(order="shortest", overtake=True, victim="least_work"), Policy(first="prefill"))
+POLICIES = (
+    FIRST_COME,
+    Policy(order="shortest", overtake=True, victim="least_work"),
+    Policy(first="prefill", chunked=False),
+)
 
 
 def ticks_of(tokens, kv_tokens, sync_map_calls):
@@ -54,10 +59,14 @@ def random_workload(seed):
         prompt = rng.choice([rng.randint(1, 6), rng.randint(1, 20), rng.randint(1, MAX_LEN)])
         output = rng.choice([0, 1, rng.randint(1, 8), rng.randint(8, 30), rng.randint(20, 60)])
         requests.append(Request(i, prompt, output, arrival, [0] * 60, predicted=rng.randint(0, 30)))
+    for request in requests:
+        request.delivered = rng.choice([0, rng.randint(0, request.prompt), request.prompt])
     return requests
 
 
 def on_device(requests):
+    """On the device, with what they bring if anybody does."""
+    brings = any(r.delivered for r in requests)
     return make_requests(
         None,
         np.array([r.prompt for r in requests]),
@@ -65,6 +74,7 @@ def on_device(requests):
         np.array([r.arrival for r in requests]) * (TICK_US / 1000),
         seed=0,
         predicted_lens=np.array([r.predicted for r in requests]),
+        delivered=np.array([r.delivered for r in requests]) if brings else None,
     )
 
 
@@ -79,10 +89,13 @@ def leaves(simulated):
 
 @pytest.mark.parametrize("name", MEMORIES)
 def test_every_step_is_that_of_the_oracle_and_strides_change_nothing(name):
-    memory, of_steps, of_turns = MEMORIES[name], 0, 0
+    memory, of_steps, of_turns, brought, brought_again = MEMORIES[name], 0, 0, 0, 0
     for seed in range(50):
         policy = POLICIES[seed % len(POLICIES)]
         requests = random_workload(seed)
+        if name not in DELIVERED:
+            for request in requests:
+                request.delivered = 0
         choice = choices(policy, POLICIES)
         found = simulate(simulator(name, 6), on_device(requests), choice=choice)
         oracle = PolicyOracle(ORACLES[type(memory)](memory), requests, BUDGET, -1, ticks_of, policy)
@@ -106,9 +119,12 @@ def test_every_step_is_that_of_the_oracle_and_strides_change_nothing(name):
             assert getattr(found.progress, field).tolist() == [getattr(r, field) for r in requests], f"{field}, {seed}"
         assert found.progress.reason.tolist() == [Reason[r.reason] for r in requests]
         of_steps, of_turns = of_steps + len(steps.clock), of_turns + found.turns
+        brought += sum(r.delivered > 0 and r.generated > 0 for r in requests)
+        brought_again += sum(r.delivered > 0 and r.preemptions > 0 for r in requests)
         if seed % 10 == 0:
             assert leaves(found) == leaves(simulate(simulator(name, 1), on_device(requests), choice=choice))
     assert of_turns < 0.8 * of_steps  # strides were taken
+    assert (min(brought, brought_again) > 10) == (name in DELIVERED)
 
 
 def test_a_record_that_fills_its_room_goes_on_in_the_next_dispatch():
@@ -261,3 +277,14 @@ def test_what_needs_logits_is_refused():
     stops = make_requests(None, np.array([3]), np.array([2]), np.zeros(1), seed=0, stop_token=3)
     with pytest.raises(ValueError, match="requests: expected none with a stop token, as a simulator has no logits"):
         init_simulation(simulator("paged", 6), stops)
+
+
+def test_what_is_delivered_is_refused_where_keys_and_values_or_their_tokens_are_looked_at():
+    brings = make_requests(None, np.array([3]), np.array([2]), np.zeros(1), seed=0, delivered=np.array([2]))
+    cached = Simulator(ENGINES["cached"][0], 8, COST)
+    with pytest.raises(ValueError, match="delivered: expected nothing with a prefix cache"):
+        init_simulation(cached, brings)
+    memory = ENGINES["paged"][0]
+    cache = filled_cache(1, (memory.num_slots, fake_model.KV_HEADS, fake_model.HEAD_DIM), 0.0)
+    with pytest.raises(ValueError, match="delivered: expected None, as an engine stores what it computes"):
+        init_engine(Engine(memory, fake_model.decode, 8, COST), brings, cache)

@@ -88,6 +88,8 @@ class VAttentionOracle(Oracle):
                 self.unmap_one(row)
 
     def background(self):
+        if self.memory.lookahead_steps == 0:
+            return
         keep = []
         for row in range(self.rows):
             keep.append(self.units_for(min(self.length(row) + 1, self.max_len)) if self.is_live(row) else 0)
