@@ -241,8 +241,8 @@ def require_sound(simulator: Simulator, simulation: Simulation) -> None:
             )
         case Halt.STUCK:
             raise RuntimeError(
-                f"{int(simulation.scheduler.queued)} requests wait at {int(simulation.scheduler.clock)} ticks, nobody is "
-                "admitted, and nobody who runs computes anything"
+                f"{int(simulation.scheduler.queued)} requests wait at {int(simulation.scheduler.clock)} ticks, nobody "
+                "is admitted, and nobody who runs computes anything"
             )
 
 
