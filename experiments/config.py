@@ -236,7 +236,8 @@ def _check_union(choices: Sequence[Any], raw: Any, key: str, leaves: Mapping[str
         try:
             _check(choice, raw, key, leaves)
             if dataclasses.is_dataclass(choice):
-                decode(typing.cast(type, choice), raw)  # where it may be something else, draccus does not say why not
+                # Where it may be something else, draccus does not say why not.
+                decode(typing.cast(type, choice), typing.cast(Mapping[str, Any], raw))
             return
         except UserError as error:
             errors.append(error)
