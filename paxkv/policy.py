@@ -94,6 +94,11 @@ class Choices:
         """Whether any of the policies has one of these values."""
         return any(getattr(policy, name) in values for policy in self.static)
 
+    @property
+    def limits_adapters(self) -> bool:
+        """Whether any of the policies does."""
+        return any(policy.max_adapters is not None for policy in self.static)
+
     def swaps(self, memory: KVMemory[Any]) -> bool:
         """Whether victims go to the host."""
         return self.static[0].swaps(memory)

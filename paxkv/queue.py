@@ -16,6 +16,7 @@ from paxkv.requests import Requests, Status
 from paxkv.scheduler_state import SchedulerState
 
 _FOREVER = 2**31 - 1
+_WINDOW = 1024
 
 
 def let_in(requests: Requests, state: SchedulerState) -> SchedulerState:
@@ -50,21 +51,40 @@ def least_waiting(
 ) -> Int32[Array, ""]:
     """Who has arrived, waits, and comes first in the policy's order; after a request unless that is negative.
 
-    `requests.count` if there is none. A pass over all requests.
+    `requests.count` if there is none. Looks at whoever came since the first who waits, a window at a time.
     """
-    ids = jnp.arange(requests.count, dtype=jnp.int32)
-    key = select(
+    nobody = requests.count
+    last = _key(policy, requests, jnp.maximum(after, 0))
+
+    def look(carry: tuple) -> tuple:
+        begin, least, best = carry
+        ids = begin + jnp.arange(min(_WINDOW, nobody), dtype=jnp.int32)
+        key = _key(policy, requests, ids)
+        status = state.progress.status.at[ids].get(mode="fill", fill_value=Status.ENDED)
+        waits = (status == Status.WAITING) & (ids < state.arrived)
+        waits &= (after < 0) | (key > last) | ((key == last) & (ids > after))
+        here = jnp.min(jnp.where(waits, key, _FOREVER))
+        better = jnp.any(waits) & ((here < least) | (best == nobody))  # among equals who came first
+        found = jnp.min(jnp.where(waits & (key == here), ids, nobody))
+        return begin + ids.shape[0], jnp.where(better, here, least), jnp.where(better, found, best)
+
+    start = (state.first, jnp.int32(_FOREVER), jnp.int32(nobody))
+    return jax.lax.while_loop(lambda carry: carry[0] < state.arrived, look, start)[2]
+
+
+def _key(policy: Choices, requests: Requests, ids: Int32[Array, "*n"]) -> Int32[Array, "*n"]:
+    """By what each request is ordered: the least comes first."""
+
+    def of(values: jax.Array) -> jax.Array:
+        return values.at[ids].get(mode="fill", fill_value=0)
+
+    return select(
         policy.order,
         jnp.zeros_like(ids),  # first_come
-        requests.prompt_lens + requests.predicted_lens,  # shortest
-        -1 - requests.priorities,  # the highest priority; not its negative, which the lowest int32 has not
-        requests.deadlines,
+        of(requests.prompt_lens) + of(requests.predicted_lens),  # shortest
+        -1 - of(requests.priorities),  # the highest priority; not its negative, which the lowest int32 has not
+        of(requests.deadlines),
     )
-    waits = (state.progress.status == Status.WAITING) & (ids < state.arrived)
-    last = key[jnp.maximum(after, 0)]
-    waits &= (after < 0) | (key > last) | ((key == last) & (ids > after))
-    least = jnp.min(jnp.where(waits, key, _FOREVER))
-    return jnp.min(jnp.where(waits & (key == least), ids, requests.count))
 
 
 def next_arrival(requests: Requests, state: SchedulerState) -> Int32[Array, ""]:

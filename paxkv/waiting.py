@@ -80,10 +80,10 @@ def admit_waiting(
             return _ask(memory, policy, requests, state, candidate, known, content, moves)
 
         answer = (state.memory, jnp.int32(memory.rows), jnp.int32(Outcome.LATER), so_far.moves, jnp.bool(False))
-        if policy.may("max_adapters", None) and len(policy.static) == 1:
-            answer = ask(answer)
-        else:
+        if policy.limits_adapters:
             answer = run_if(~_too_many_adapters(policy, requests, state, candidate), ask, answer)
+        else:
+            answer = ask(answer)
         memory_state, row, outcome, moves, forked = answer
         ok, ends = outcome == Outcome.OK, outcome == Outcome.NEVER
         row = jnp.where(ok, row, memory.rows)
