@@ -235,7 +235,7 @@ def _check_union(choices: Sequence[Any], raw: Any, key: str, leaves: Mapping[str
             continue
         try:
             _check(choice, raw, key, leaves)
-            if dataclasses.is_dataclass(choice):
+            if dataclasses.is_dataclass(choice) and isinstance(raw, Mapping):
                 decode(typing.cast(type, choice), raw)  # where it may be something else, draccus does not say why not
             return
         except UserError as error:
