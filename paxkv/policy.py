@@ -31,7 +31,8 @@ class Policy:
         "prefill": prompts, and as long as there are any nobody is answered.
       chunked: whether a prompt may be computed in several steps. If not, it waits for a step that has room for all of
         it; a prompt longer than any step is still cut.
-      reserve_output: whether a request is admitted only if there is room for its predicted output, too.
+      reserve_output: whether a request is admitted only if there is room for its predicted output, too. Not for
+        sequences of one prompt that share it, of which each waits for all others.
       max_adapters: most adapters of weights that run together, 0 for none counting as one; None for any number.
       victim: whom to preempt when memory runs out: who arrived last, who has the fewest tokens stored (and so the
         least to recompute), or who has the lowest priority. Among equals who arrived last. Where that could preempt

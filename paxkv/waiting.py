@@ -242,7 +242,9 @@ def _ask(
     room = None
     if policy.may("reserve_output", True):
         predicted = jnp.minimum(prompt + requests.predicted_lens[candidate], memory.max_len) - 1
-        room = jnp.where(policy.reserve_output, jnp.maximum(known, predicted), known)
+        # Room kept for one of a group could be what the others need to join it, and it waits for them.
+        reserves = policy.reserve_output & ((requests.group_sizes[candidate] == 1) | (not memory.can_fork))
+        room = jnp.where(reserves, jnp.maximum(known, predicted), known)
     ask = Ask(
         known_tokens=known,
         prompt_tokens=prompt,
