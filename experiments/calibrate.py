@@ -49,6 +49,10 @@ def command(run: pathlib.Path, out: pathlib.Path | None, console: rich.console.C
     if out.resolve().is_relative_to(run.resolve()):
         raise UserError(f"--out {out} lies in {run}, which stays as it is; choose another folder")
     steps_per_dispatch = configs.read_yaml(run / CONFIG).get("steps_per_dispatch", 16)
+    if type(steps_per_dispatch) is not int or steps_per_dispatch < 1:
+        raise UserError(
+            f"steps_per_dispatch of {run / CONFIG}: expected a whole number of at least 1, got {steps_per_dispatch!r}"
+        )
     steps = files.read_parquet(run / "steps.parquet")
     fits = {name: fit(part, steps_per_dispatch, name) for name, part in _parts(steps, run).items()}
     found = {name: one._asdict() for name, one in fits.items()}
@@ -89,6 +93,11 @@ def fit(steps: pl.DataFrame, steps_per_dispatch: int, name: str = "steps") -> Fi
             "measure a longer run, or one with a lower steps_per_dispatch"
         )
     measured_ms = dispatches["wall_ms"].to_numpy()
+    if np.ptp(measured_ms) == 0:
+        raise UserError(
+            f"{name}: expected dispatches that take longer the more they compute, got {measured_ms[0]:g} ms for all of "
+            "them; measure the run again"
+        )
     counts = dispatches.select("new_tokens", "kv_tokens").to_numpy().astype(np.float64)
     work = np.column_stack([np.full(len(counts), float(steps_per_dispatch)), counts])
     scales = work.max(axis=0)
@@ -123,6 +132,13 @@ def _parts(steps: pl.DataFrame, run: pathlib.Path) -> dict[str, pl.DataFrame]:
     measured = steps.filter(pl.col("wall_ms").is_not_null())
     if measured.is_empty():
         raise UserError(f"{run} has no measured steps: none has a wall_ms; calibrate takes runs that serve a model")
+    for column in sorted(needed):
+        dtype = measured.schema[column]
+        if not (dtype.is_numeric() if column == "wall_ms" else dtype.is_integer()):
+            wanted = "numbers" if column == "wall_ms" else "whole numbers"
+            raise UserError(f"{run}: expected {wanted} in {column} of steps.parquet, got {dtype}")
+    if odd := measured.filter(~pl.col("wall_ms").is_finite())["wall_ms"].to_list():
+        raise UserError(f"{run}: expected finite times in wall_ms of steps.parquet, got {odd[0]} in {len(odd)} steps")
     names = [name for name, kind in measured.schema.items() if kind == pl.String or name == "replica"]
     if not names:
         return {"steps": measured}

@@ -5,8 +5,9 @@ over requests of latency over output length, stays within a limit; it is interpo
 simulated, on a logarithmic axis of latency, since latency rises by orders of magnitude there.
 
 Latency counts from arrival, so it includes the wait. A trace is finite, and so is the wait in it: beyond the knee a
-queue grows for as long as requests keep coming, and latency there says how long the trace was. Where the curve leaves
-the floor hardly depends on that. All of it rests on a modelled clock: it compares memories, and forecasts no server.
+queue grows for as long as requests keep coming, and latency there says how long the trace was. An hour of requests puts
+the crossing where two do; a minute of them puts it too high. All of it rests on a modelled clock: it compares memories,
+and forecasts no server.
 """
 
 import dataclasses

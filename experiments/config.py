@@ -234,7 +234,11 @@ def _check_union(choices: Sequence[Any], raw: Any, key: str, leaves: Mapping[str
         if choice is type(None):
             continue
         try:
-            return _check(choice, raw, key, leaves)
+            _check(choice, raw, key, leaves)
+            if dataclasses.is_dataclass(choice):
+                # Where it may be something else, draccus does not say why not.
+                decode(typing.cast(type, choice), typing.cast(Mapping[str, Any], raw))
+            return
         except UserError as error:
             errors.append(error)
     raise errors[0] if len(errors) == 1 else UserError("; or ".join(map(str, errors)))

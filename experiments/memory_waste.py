@@ -122,13 +122,24 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
                     part.write_parquet("steps.parquet", simulated.steps)
                     part.write_parquet("requests.parquet", simulated.requests)
                 part = run_dir.require_part(_part(name, seed))
-            rows.append({"case": name, "seed": seed, **_measure(part.read_parquet("steps.parquet"), budget_tokens)})
+            rows.append({"case": name, "seed": seed, **measure(part.read_parquet("steps.parquet"), budget_tokens)})
     table = pl.DataFrame(rows)
     run_dir.write_parquet("shares.parquet", table)
     return published.compared(_results(config, table), config.published)
 
 
-def _measure(steps: pl.DataFrame, budget_tokens: float) -> dict[str, float]:
+def measure(steps: pl.DataFrame, budget_tokens: float) -> dict[str, float]:
+    """The shares of one simulation.
+
+    Args:
+      steps: what happened in each step.
+      budget_tokens: tokens that the memory's budget pays for.
+
+    Raises:
+      ValueError: nothing was computed, so that the memory lay idle.
+    """
+    if not int(steps["new_tokens"].sum()):
+        raise ValueError("workload: expected a request that can be served, got none; are its prompts too long?")
     found = metrics.memory_metrics(steps, budget_tokens)
     return {
         "token_states": found["pool_utilization"],

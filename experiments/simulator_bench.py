@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import itertools
+import math
 import statistics
 import time
 from collections.abc import Sequence
@@ -125,7 +126,26 @@ def resolve(config: Config) -> Config:
             f"sweep.num_blocks: expected at most memory.num_blocks = {config.memory.num_blocks}, got "
             f"{max(config.sweep.num_blocks)}"
         )
+    _require_points(config)
     return dataclasses.replace(config, workload=with_sha256(config.workload))
+
+
+def _require_points(config: Config) -> None:
+    """Refuses a sweep that would fail once the run alone is done."""
+    sweep = config.sweep
+    for scale in sweep.time_scales:
+        if not 0 <= scale < math.inf:
+            raise ValueError(f"sweep.time_scales: expected finite numbers from 0, got {scale}")
+    for units, watermark in itertools.product(sweep.num_blocks, sweep.watermarks):
+        limits(units, watermark)
+    for policy in sweep.policies:
+        choices(policy, sweep.policies)
+    points = _points(sweep)
+    if len(points) % config.cpu_devices:
+        raise ValueError(
+            f"sweep: expected a multiple of cpu_devices = {config.cpu_devices} points, one share a device, got "
+            f"{len(points)}"
+        )
 
 
 def _points(sweep: Sweep) -> list[tuple[int, int, Policy, float]]:

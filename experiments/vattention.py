@@ -56,9 +56,12 @@ def resolve(config: Config) -> Config:
             raise ValueError(f"{name}: expected at least one, got none")
     if unknown := sorted(config.map_call_us.keys() - set(config.pages)):
         raise ValueError(f"map_call_us: expected pages out of {', '.join(config.pages)}, got {', '.join(unknown)}")
-    if any(us < 0.001 for us in config.map_call_us.values()):
-        raise ValueError(f"map_call_us: expected at least a nanosecond each, 0.001, got {config.map_call_us}")
+    for model, degrees in config.models.items():
+        if not degrees:
+            raise ValueError(f"models.{model}: expected at least one degree of tensor parallelism, got none")
+    vattention_sizes.require_call_us(config.map_call_us)
     _sizes(config)  # whatever else cannot be is refused here
+    vattention_sizes.virtual_space(config.virtual)
     return config
 
 

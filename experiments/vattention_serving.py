@@ -21,6 +21,7 @@ from experiments.published import Published
 from experiments.results import Results, Table, label
 from experiments.run_directory import RunDirectory
 from experiments.simulation import Server, make_simulator, simulate_workload, to_requests
+from experiments.vattention_sizes import require_call_us
 from experiments.workloads.config import WorkloadConfig, load_workload, with_sha256
 from paxkv.config import MemoryConfig
 from paxkv.contiguous import VAttention
@@ -90,6 +91,7 @@ def resolve(config: Config) -> Config:
         if memory.page not in config.map_call_us:
             known = ", ".join(config.map_call_us) or "none"
             raise ValueError(f"map_call_us: expected every page of the memories, got {known}, without {memory.page}")
+    require_call_us(config.map_call_us)
     for server, memory in _cases(config):
         _simulator(config, server, memory)
     return dataclasses.replace(config, workload=with_sha256(config.workload))
@@ -146,9 +148,14 @@ def measure(simulator: Simulator, steps: pl.DataFrame, requests: pl.DataFrame, t
       steps: what happened in each step.
       requests: what became of each request.
       token_bytes: of one token's keys and values on one device.
+
+    Raises:
+      ValueError: no request got a token.
     """
     memory, call_ns = _pages(simulator), simulator.cost.map_call_ns
     first_tokens = requests["first_token_ms"].drop_nulls().sort()
+    if first_tokens.is_empty():
+        raise ValueError("workload: expected a request that can be served, got none; are its prompts too long?")
     warm_ms = first_tokens[min(memory.rows, len(first_tokens)) - 1]
     waited = pl.col("sync_map_calls") > 0
     decode = steps.filter((pl.col("new_tokens") > 0) & (pl.col("prefill_tokens") == 0))

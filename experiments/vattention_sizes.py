@@ -65,6 +65,7 @@ class Kept:
 
     def __post_init__(self) -> None:
         require_int("kept", self.kept)
+        require_int("blocks_per_page", self.blocks_per_page)
         for stride in self.strides:
             last = (self.kept - 1) * require_int("strides", stride)
             if last >= self.blocks:
@@ -102,6 +103,19 @@ def page_sizes(
                     "supply_gb_per_s": groups.group_bytes / groups.map_ns(call_ns),
                 }
     return found
+
+
+def require_call_us(map_call_us: Mapping[str, float]) -> None:
+    """Refuses times to map a page that are no times.
+
+    Raises:
+      ValueError: one is less than a nanosecond, or not finite.
+    """
+    for page, us in map_call_us.items():
+        if not 0.001 <= us < math.inf:
+            raise ValueError(
+                f"map_call_us: expected a finite number, at least a nanosecond (0.001), got {us} for {page}"
+            )
 
 
 def case_name(model: str, tensor_parallel: int, page: str, element_bytes: int) -> str:

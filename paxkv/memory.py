@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int32
 
 from paxkv.kv_cache import AttentionSpec, KVCache, KVPool
 from paxkv.seqs import Seqs
+from paxkv.sizes import require_int
 from paxkv.swap_state import Moves
 from paxkv.windows import Group
 
@@ -78,7 +79,14 @@ class Limits:
 
 
 def limits(units: int, watermark: int = 0) -> Limits:
-    """Host side: these limits."""
+    """Host side: these limits.
+
+    Raises:
+      ValueError: there would be no unit, or less than none kept back.
+    """
+    require_int("units", units)
+    require_int("watermark", watermark, minimum=0)
+    require_int32(units=units, watermark=watermark)
     return Limits(units=jnp.int32(units), watermark=jnp.int32(watermark))
 
 

@@ -103,12 +103,15 @@ def choices(policy: Policy, among: tuple[Policy, ...] = ()) -> Choices:
     """A policy as values, for a program that serves all of `among`.
 
     Raises:
-      ValueError: if the policies differ in `preemption`, which changes what a program has to hold.
+      ValueError: if the policy is not among them, so that the program might not hold what it chooses; or they differ
+        in `preemption`, which changes what a program has to hold.
     """
     among = among or (policy,)
     kinds = sorted({some.preemption for some in (policy, *among)})
     if len(kinds) > 1:
         raise ValueError(f"among: expected policies of one kind of preemption, got {' and '.join(kinds)}")
+    if policy not in among:
+        raise ValueError(f"among: expected every policy that is chosen, got {len(among)} without {policy}")
     return Choices(
         order=jnp.int32(typing.get_args(Order).index(policy.order)),
         overtake=jnp.bool(policy.overtake),

@@ -88,11 +88,11 @@ class Efficiencies:
     step_overhead_us: float = 500.0
 
     def __post_init__(self) -> None:
-        """Refuses shares outside of (0, 1], factors of nothing, negative times and no PCIe."""
+        """Refuses shares outside of (0, 1], factors of nothing, negative times, steps of no time and no PCIe."""
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             share = name.endswith(("_flops", "_bandwidth"))
-            above = name == "pcie_gb_per_s" or name.startswith("paged_") or share
+            above = name in ("pcie_gb_per_s", "step_overhead_us") or name.startswith("paged_") or share
             if not 0 <= value < math.inf or (share and value > 1) or (above and value == 0):
                 wanted = "above 0 and at most 1" if share else f"a finite number {'above' if above else 'from'} 0"
                 raise ValueError(f"{name}: expected {wanted}, got {value}")

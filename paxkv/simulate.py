@@ -33,6 +33,8 @@ from paxkv.steps import StepRecord, record_step, step_ticks, step_work
 
 _FOREVER = 2**31 - 1
 _NO_TOKEN = -2
+MOST_RECORDS = 2**24
+"""Steps that a dispatch can record; on the device one takes some hundred bytes."""
 
 
 class Halt(enum.IntEnum):
@@ -50,11 +52,12 @@ class Simulator:
 
     Attributes:
       memory: how keys and values are handed out.
-      token_budget: most tokens computed in a step, at least `memory.rows`.
+      token_budget: most tokens computed in a step, at least `memory.rows`; with `memory.max_len` it bounds the pairs of
+        a query and a key, which int32 counts.
       cost: how long a step takes.
       policy: what the scheduler may choose.
       max_stride: most steps that are taken at once; 1 for each by itself. What it costs grows with it.
-      max_records: steps of which there is room for records, in one dispatch.
+      max_records: steps of which there is room for records, in one dispatch; with `max_stride` at most `MOST_RECORDS`.
     """
 
     memory: KVMemory[Any]
@@ -71,8 +74,17 @@ class Simulator:
                 f"token_budget: expected at least rows = {self.memory.rows}, so that every running request gets "
                 f"its token in each step, got {self.token_budget}; raise it, or lower rows"
             )
-        require_int("max_stride", self.max_stride)
-        require_int("max_records", self.max_records)
+        if (pairs := self.token_budget * self.memory.max_len) >= 2**31:
+            raise ValueError(
+                f"token_budget: expected less than 2**31 in all when multiplied by max_len = {self.memory.max_len}, "
+                f"which bounds what attention multiplies in a step, got {self.token_budget}, {pairs:,} in all; lower it"
+            )
+        room = require_int("max_stride", self.max_stride) + require_int("max_records", self.max_records)
+        if room > MOST_RECORDS:
+            raise ValueError(
+                f"max_records, max_stride: expected at most {MOST_RECORDS:,} together, for which there is room, got "
+                f"{self.max_records:,} and {self.max_stride:,}; lower the larger one"
+            )
         if self.policy.preemption == "swap" and self.memory.host_blocks == 0:
             raise ValueError(
                 "policy.preemption: 'swap' needs a memory with host blocks, such as Paged(..., host_blocks=...), got "
@@ -97,8 +109,12 @@ def init_simulation(simulator: Simulator, requests: Requests, limits: Limits | N
     """Nothing stored, nobody started; all of the memory may be used unless `limits` says otherwise.
 
     Raises:
-      ValueError: if requests ask for what needs logits, or bring tokens that a prefix cache would have to know.
+      ValueError: if requests ask for what needs logits, or bring tokens that a prefix cache would have to know; or
+        more of the memory is to be used than there is.
     """
+    units = simulator.memory.num_units
+    if limits is not None and not 1 <= int(limits.units) <= units:
+        raise ValueError(f"limits: expected 1 to {units} units, which the memory has, got {int(limits.units)}")
     if requests.beams or requests.stop_token >= 0:
         what = "beams" if requests.beams else "a stop token"
         raise ValueError(f"requests: expected none with {what}, as a simulator has no logits, got some")
@@ -151,7 +167,13 @@ def run_points(
       requests: of each point, with a leading axis of points; so are all that follow.
       simulations: where each stands.
       choice: the policy of each.
+
+    Raises:
+      ValueError: the devices do not divide the points.
     """
+    if choice.order.ndim != 1 or choice.order.size % mesh.size:
+        shape = list(choice.order.shape)
+        raise ValueError(f"choice: expected a leading axis of points, a multiple of {mesh.size} devices, got {shape}")
     axis = jax.P(mesh.axis_names[0])
 
     def here(points: tuple) -> Simulation:
@@ -241,8 +263,8 @@ def require_sound(simulator: Simulator, simulation: Simulation) -> None:
             )
         case Halt.STUCK:
             raise RuntimeError(
-                f"{int(simulation.scheduler.queued)} requests wait at {int(simulation.scheduler.clock)} ticks, nobody is "
-                "admitted, and nobody who runs computes anything"
+                f"{int(simulation.scheduler.queued)} requests wait at {int(simulation.scheduler.clock)} ticks, nobody "
+                "is admitted, and nobody who runs computes anything"
             )
 
 

@@ -104,11 +104,12 @@ def with_sha256(config: WorkloadConfig, *, trace_dir: pathlib.Path | None = None
     """The config with its trace's hash filled in, so that a hash of the config covers the data.
 
     Raises:
+        ValueError: If the config contradicts itself.
         TraceError: If the file cannot be read, or is not the one that `sha256` already names.
     """
+    _check(config)
     if config.kind == "synthetic":
         return config
-    _check(config)
     _, digest = read_file(_path(config, trace_dir), config.sha256 or None, config.file)
     return dataclasses.replace(config, sha256=digest)
 

@@ -104,6 +104,18 @@ def test_runs_without_measured_steps_and_files_inside_of_a_run_are_refused(run, 
     steps = files.read_parquet(run / "steps.parquet")
     files.write_parquet(run / "steps.parquet", steps.with_columns(wall_ms=pl.lit(None, pl.Float64)))
     assert "has no measured steps: none has a wall_ms" in said()
+    for column, said_of_it in (
+        (pl.lit(7.0).alias("wall_ms"), "got 28 ms for all of them"),
+        (pl.lit(np.nan).alias("wall_ms"), "expected finite times in wall_ms of steps.parquet, got nan in"),
+        (pl.lit("a").alias("wall_ms"), "expected numbers in wall_ms of steps.parquet, got String"),
+        (pl.lit(0.5).alias("kv_tokens"), "expected whole numbers in kv_tokens of steps.parquet, got Float64"),
+    ):
+        files.write_parquet(run / "steps.parquet", steps.with_columns(column))
+        assert said_of_it in said()
+    for steps_per_dispatch in ("0", "a", "2.5", "null"):
+        (run / "config.yaml").write_text(f"steps_per_dispatch: {steps_per_dispatch}\n")
+        assert "expected a whole number of at least 1, got" in said()
+    (run / "config.yaml").write_text("steps_per_dispatch: 4\n")
     files.write_parquet(run / "steps.parquet", steps.drop("wall_ms", "kv_tokens"))
     assert "has no measured steps: steps.parquet lacks kv_tokens, wall_ms" in said()
     assert not run.with_name(f"{run.name}.calibration.json").exists()

@@ -167,6 +167,16 @@ def test_an_override_cannot_reach_into_what_has_no_keys(key):
         configs.override({"names": ["a"], "seed": 3}, {key: "1"})
 
 
+def test_what_may_be_left_out_says_why_it_is_refused_all_the_same():
+    @dataclasses.dataclass(frozen=True)
+    class Optional:
+        memory: Memory | None = None
+
+    assert configs.decode(Optional, {"memory": {"block_size": 1}}).memory == Memory(1)
+    with pytest.raises(UserError, match=r"^memory.block_size must be at least 1, got 0$"):
+        configs.decode(Optional, {"memory": {"block_size": 0}})
+
+
 def test_the_hash_covers_what_is_computed_and_nothing_else():
     base = configs.config_hash(decode())
     same = [

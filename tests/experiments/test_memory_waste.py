@@ -3,6 +3,7 @@
 import dataclasses
 import pathlib
 
+import polars as pl
 import pytest
 
 from experiments import config, memory_waste
@@ -75,6 +76,11 @@ def test_what_is_too_small_too_far_from_a_source_or_says_nothing_fails(found):
 def test_configs_that_cannot_run_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         memory_waste.resolve(dataclasses.replace(Config(cases={"a": Case(MemoryConfig(), ALIKE)}), **changes))
+
+
+def test_a_workload_of_which_nothing_is_served_says_nothing_about_memory():
+    with pytest.raises(ValueError, match="workload: expected a request that can be served, got none"):
+        memory_waste.measure(pl.DataFrame({"new_tokens": [0, 0]}), 100.0)
 
 
 def test_the_committed_config_asks_for_the_papers_server():

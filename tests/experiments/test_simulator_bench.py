@@ -70,6 +70,10 @@ def test_a_run_that_is_slow_or_not_the_same_fails(ran):
         ({"sweep": Sweep((60, 70), (2,), (Policy(),), (1.0,))}, "sweep.num_blocks: expected at most .* 60, got 70"),
         ({"sweep": Sweep((60,), (3,), (Policy(),), (1.0,))}, "sweep.watermarks: expected 2 first"),
         ({"sweep": Sweep((60,), (2,), (), (1.0,))}, "sweep.policies: expected at least one value"),
+        ({"sweep": Sweep((60, 0), (2,), (Policy(),), (1.0,))}, "units must be at least 1, got 0"),
+        ({"sweep": Sweep((60,), (2, -1), (Policy(),), (1.0,))}, "watermark must be at least 0, got -1"),
+        ({"sweep": Sweep((60,), (2,), (Policy(), Policy(preemption="swap")), (1.0,))}, "one kind of preemption"),
+        ({"sweep": Sweep((60,), (2,), (Policy(),), (1.0, float("nan")))}, "sweep.time_scales: expected finite"),
     ],
 )
 def test_sweeps_that_do_not_begin_with_the_run_alone_are_refused(changes, message):

@@ -8,7 +8,7 @@ import pytest
 from experiments import cli, config, vattention
 from experiments.progress import Progress
 from experiments.run_directory import RunDirectory
-from experiments.vattention_sizes import Kept, case_name, page_sizes, stranded
+from experiments.vattention_sizes import Kept, Virtual, case_name, page_sizes, stranded
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs/vattention/published.yaml"
 PAGES = ("64 KiB", "128 KiB", "256 KiB", "2 MiB")
@@ -81,7 +81,10 @@ def test_a_wrong_page_time_fails_the_run(tmp_path):
     [
         ({"models": {}}, "models: expected at least one"),
         ({"map_call_us": {"3 MiB": 1.0}}, "map_call_us: expected pages out of 64 KiB, .* got 3 MiB"),
-        ({"map_call_us": {"2 MiB": 0.0}}, "map_call_us: expected at least a nanosecond"),
+        ({"map_call_us": {"2 MiB": 0.0}}, "map_call_us: expected a finite number, at least a nanosecond"),
+        ({"map_call_us": {"2 MiB": float("inf")}}, "map_call_us: expected a finite number"),
+        ({"models": {"Yi-6B": ()}}, "models.Yi-6B: expected at least one degree"),
+        ({"virtual": {"a": Virtual("Yi-6B", 1, "2 MiB", 0, 8)}}, "rows must be at least 1"),
         ({"models": {"Yi-6b": (1,)}}, "did you mean 'Yi-6B'"),
         ({"models": {"Yi-6B": (3,)}}, "tensor_parallel must divide kv_heads"),
         ({"pages": ("64 kb",)}, "map_call_us: expected pages out of 64 kb"),

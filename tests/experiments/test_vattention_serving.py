@@ -5,9 +5,10 @@ import itertools
 import pathlib
 
 import numpy as np
+import polars as pl
 import pytest
 
-from experiments import config, vattention_serving
+from experiments import config, simulation, vattention_serving
 from experiments.cost_config import CostConfig
 from experiments.progress import Progress
 from experiments.run_directory import RunDirectory
@@ -74,12 +75,22 @@ def test_the_most_in_a_second_is_that_of_the_best_place_for_it():
     [
         ({"servers": {}}, "servers: expected at least one"),
         ({"memories": {"blocks": MemoryConfig()}}, "memories.blocks.kind: expected vattention, got paged"),
+        ({"map_call_us": {"64 KiB": 0.0}}, "map_call_us: expected a finite number, at least a nanosecond"),
+        ({"map_call_us": {"64 KiB": float("nan")}}, "map_call_us: expected a finite number"),
+        ({"workload": WorkloadConfig(num_requests=3, lengths="constant")}, "prompt_mean"),
         ({"map_call_us": {"2 MiB": 40.0}}, "map_call_us: expected every page of the memories, got 2 MiB, without 64"),
     ],
 )
 def test_what_cannot_be_simulated_is_refused(changes, said):
     with pytest.raises(ValueError, match=said):
         vattention_serving.resolve(dataclasses.replace(SMALL, **changes))
+
+
+def test_a_workload_of_which_nothing_is_served_says_nothing_about_mapping():
+    server = simulation.make_simulator(SMALL.servers["own"], SMALL.memories["sync"])
+    nobody = pl.DataFrame({"first_token_ms": [None, None]}, schema={"first_token_ms": pl.Float64})
+    with pytest.raises(ValueError, match="workload: expected a request that can be served, got none"):
+        vattention_serving.measure(server, pl.DataFrame(), nobody, 1)
 
 
 @pytest.mark.soak

@@ -265,12 +265,34 @@ def test_a_clock_that_runs_out_and_a_fault_of_memory_are_told():
         ({"token_budget": 4}, "token_budget: expected at least rows = 5"),
         ({"max_stride": 0}, "max_stride must be"),
         ({"max_records": 0}, "max_records must be"),
+        ({"max_records": 2**24}, "max_records, max_stride: expected at most 16,777,216 together"),
+        ({"token_budget": 2**31 // MAX_LEN + 1}, "token_budget: expected less than 2.*31 in all .* max_len = 40"),
         ({"policy": Policy(preemption="swap")}, "policy.preemption: 'swap' needs a memory with host blocks"),
     ],
 )
 def test_servers_that_cannot_be_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(simulator("paged", 6), **changes)
+
+
+@pytest.mark.parametrize(("units", "watermark", "message"), [(0, 0, "units"), (2, -1, "watermark"), (21, 0, "1 to 20")])
+def test_limits_that_the_memory_does_not_have_are_refused(units, watermark, message):
+    one = make_requests(None, np.array([3]), np.array([2]), np.zeros(1), seed=0)
+    with pytest.raises(ValueError, match=message):
+        init_simulation(simulator("paged", 6), one, limits(units, watermark))
+
+
+def test_a_program_is_asked_for_no_policy_that_it_may_not_hold():
+    with pytest.raises(ValueError, match=r"among: expected every policy that is chosen, got 1 .*shortest"):
+        choices(POLICIES[1], (FIRST_COME,))
+
+
+def test_points_without_an_axis_of_points_are_refused():
+    one = make_requests(None, np.array([3]), np.array([2]), np.zeros(1), seed=0)
+    server = simulator("paged", 6)
+    mesh = jax.sharding.Mesh(jax.devices()[:1], ("points",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with pytest.raises(ValueError, match="choice: expected a leading axis of points, a multiple of 1 devices"):
+        run_points(server, mesh, one, init_simulation(server, one), choices(FIRST_COME))
 
 
 def test_what_needs_logits_is_refused():
