@@ -38,8 +38,8 @@ MODELLED = metrics.MODELLED | sharded_offline.MODELLED | {"link_ms_mean"}
 GLOSSARY: Mapping[str, str] = {
     **metrics.GLOSSARY,
     "devices": "of the mesh: replicas (d) times parts of the heads (m) times parts of the blocks (k)",
-    "tokens_equal": "whether every request got the tokens that the first mesh gave it, near ties aside; - if both served "
-    "none",
+    "tokens_equal": "whether every request got the tokens that the first mesh gave it, near ties aside; - if there "
+    "are none to compare",
     "blocks": "of one replica, over all its devices",
     "capacity_tokens": "tokens that all replicas hold together",
     "kv_bytes_per_device": "keys, values and scales that lie on the fullest device",
@@ -247,12 +247,14 @@ def _results(config: Config, run_dir: RunDirectory) -> dict[str, dict[str, Any]]
         facts = run_dir.require_part(part_of(name)).read_json("devices.json")
         own, own_steps = requests.filter(pl.col("mesh") == name), steps.filter(pl.col("mesh") == name)
         served = ~reference["reason"].str.starts_with("refused") & ~own["reason"].str.starts_with("refused")
-        same = compare_tokens(reference.filter(served), own.filter(served), config.near_tie)
+        ours, theirs = own.filter(served), reference.filter(served)
+        same = compare_tokens(theirs, ours, config.near_tie)
+        any_tokens = ours["generated"].sum() + theirs["generated"].sum() > 0
         busy = own_steps.filter(pl.col("new_tokens") > 0)
         found[name] = {
             **facts,
             "fits": facts["kv_bytes_per_device"] <= budget,
-            "tokens_equal": same.unexplained == 0 if served.any() else None,
+            "tokens_equal": same.unexplained == 0 if any_tokens else None,
             "near_tie_differences": same.near_ties,
             "unexplained_differences": same.unexplained,
             "peak_running": int(own_steps.group_by("step").agg(pl.col("running").sum())["running"].max()),  # pyright: ignore
