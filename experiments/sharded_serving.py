@@ -249,7 +249,7 @@ def _results(config: Config, run_dir: RunDirectory) -> dict[str, dict[str, Any]]
         served = ~reference["reason"].str.starts_with("refused") & ~own["reason"].str.starts_with("refused")
         ours, theirs = own.filter(served), reference.filter(served)
         same = compare_tokens(theirs, ours, config.near_tie)
-        any_tokens = ours["generated"].sum() + theirs["generated"].sum() > 0
+        any_tokens = any(bool((table["generated"] > 0).any()) for table in (ours, theirs))
         busy = own_steps.filter(pl.col("new_tokens") > 0)
         found[name] = {
             **facts,
