@@ -83,7 +83,9 @@ def serve_pair(
     begun = {row["request"]: row for row in read.iter_rows(named=True) if row["tokens"] and row["output_len"] > 1}
     on_dispatch(len(read) - len(begun))
     if not begun:
-        empty = pl.DataFrame(schema={"request": pl.Int32, "blocks": pl.Int32, "there": pl.Int32, "bytes": pl.Int64})
+        empty = pl.DataFrame(schema=_MOVES)
+        cache = sharded_engine.init_cache(answers.server.sharded, answers.server.new_cache)
+        _, state = sharded_engine.init(answers.server.sharded, deal(firsts, 1), cache)  # which has nothing to answer
         return PairServed(steps, read.with_columns(replica=pl.lit(0, pl.Int32)), empty, state)
 
     block = answers.server.device_shape.block_bytes(answers.server.memory.block_size) * _parts(answers.server)
@@ -117,6 +119,14 @@ def serve_pair(
     return PairServed(steps, table, pl.DataFrame(moves).sort("request"), state)
 
 
+_MOVES = {
+    "request": pl.Int64,
+    "blocks": pl.Int64,
+    "there": pl.Int64,
+    "bytes": pl.Int64,
+    "refused": pl.Boolean,
+    "link_ms": pl.Float64,
+}
 _HORIZON = 4  # steps that a step may come to last
 
 

@@ -36,7 +36,10 @@ def uncalibrated_format(name: str) -> KVFormat:
     Raises:
       ValueError: the name is none, or its scales need a calibration.
     """
-    fmt = scheme(name)
+    try:
+        fmt = scheme(name)
+    except ValueError as error:
+        raise ValueError(f"kv_format: {error}") from error
     if "static" in (fmt.k.calibration, fmt.v.calibration):
         raise ValueError(
             f"kv_format: expected one whose scales need no calibration, such as e4m3_token_head, got {name!r}"

@@ -56,16 +56,20 @@ def group_of(flags: dict[str, str], environment: Mapping[str, str] = os.environ)
     if missing := [name for name, value in given.items() if not value]:
         raise UserError(f"several processes need --processes, --process and --coordinator, got no {', '.join(missing)}")
     host, _, port = given["coordinator"].rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65_535:
+    if not host or not _is_number(port) or not 0 < int(port) < 65_535:
         raise UserError(
             f"coordinator: expected host:port of process 0, such as localhost:12355, got {given['coordinator']!r}"
         )
-    if not given["processes"].isdigit() or int(given["processes"]) < 1:
+    if not _is_number(given["processes"]) or int(given["processes"]) < 1:
         raise UserError(f"processes: expected a number, at least 1, got {given['processes']!r}")
     count = int(given["processes"])
-    if not given["process"].isdigit() or int(given["process"]) >= count:
+    if not _is_number(given["process"]) or int(given["process"]) >= count:
         raise UserError(f"process: expected a number from 0 to {count - 1}, got {given['process']!r}")
     return Group(count, int(given["process"]), given["coordinator"])
+
+
+def _is_number(text: str) -> bool:
+    return text.isascii() and text.isdigit()
 
 
 class Lifeline:
@@ -100,7 +104,14 @@ class Lifeline:
 
     def _await_others(self) -> dict[int, socket.socket]:
         deadline, found = time.monotonic() + self._time_limit_s, {}
-        with socket.create_server(("", self._group.address[1])) as server:
+        try:
+            server = socket.create_server(("", self._group.address[1]))
+        except OSError as error:
+            raise UserError(
+                f"coordinator: expected the port after that of {self._group.coordinator} to be free, got "
+                f"{error.strerror}; end the run that has it, or choose another port"
+            ) from error
+        with server:
             while len(found) < self._group.count - 1:
                 server.settimeout(max(0.01, deadline - time.monotonic()))
                 try:
@@ -111,8 +122,11 @@ class Lifeline:
                         f"process {missing[0]} of {self._group.count} did not come within {self._time_limit_s:g} s; "
                         "start all of them with the same command"
                     ) from None
-                connection.settimeout(self._time_limit_s)
-                found[int.from_bytes(connection.recv(4))] = connection
+                index = _greeting(connection)
+                if index in range(1, self._group.count) and index not in found:
+                    found[index] = connection
+                else:  # somebody who is not meant
+                    connection.close()
         for connection in found.values():
             connection.settimeout(None)
         return found
@@ -154,6 +168,15 @@ class Lifeline:
         """From a thread, while JAX waits in another: nothing but the end of the process ends that."""
         print(f"error: {why}; finished parts are kept, and the same command resumes", file=sys.stderr, flush=True)
         os._exit(LOST)
+
+
+def _greeting(connection: socket.socket) -> int:
+    """The number of who has come; 0 for who says none."""
+    connection.settimeout(10 * _PAUSE_S)
+    with contextlib.suppress(OSError):
+        said = connection.recv(4)
+        return int.from_bytes(said) if len(said) == 4 else 0
+    return 0
 
 
 @contextlib.contextmanager

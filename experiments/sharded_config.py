@@ -32,7 +32,7 @@ class Config:
       replicate_kv_heads: whether several devices may store the same KV head, where there are fewer than devices.
       dealing: which device has a block: ids in turn (`round_robin`) or in equal runs (`by_shard`).
       kv_memory: budget for keys and values of each device.
-      memory: how a replica's is handed out; a paged one.
+      memory: how a replica's is handed out; a paged one, whose `num_blocks` are those of each device.
       rows: most requests that run at once in a replica.
       max_model_len: most tokens of one sequence.
       token_budget: most tokens a replica computes in a step.

@@ -45,10 +45,10 @@ def published(model: str) -> DecoderConfig:
     Raises:
       ValueError: it has none.
     """
-    make = getattr(DecoderConfig, model, None) if model[:1].isalpha() else None
-    if make is None or model in ("as_dict", "of_dict", "window_of"):
-        raise ValueError(f"models: expected names of published models, such as llama3_8b, got {model!r}")
-    return dataclasses.replace(make(), dtype="bfloat16", param_dtype="bfloat16")
+    makes = isinstance(vars(DecoderConfig).get(model), classmethod) and model != "of_dict"
+    if not makes:
+        raise ValueError(f"offline.models: expected names of published models, such as llama3_8b, got {model!r}")
+    return dataclasses.replace(getattr(DecoderConfig, model)(), dtype="bfloat16", param_dtype="bfloat16")
 
 
 def compile_published(*, model: str, dump_dir: pathlib.Path, **case: Any) -> dict[str, Any]:

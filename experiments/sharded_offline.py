@@ -5,6 +5,7 @@ One decode step of each model on each mesh of each target, without weights, in a
 
 import concurrent.futures
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,11 +15,14 @@ from experiments.progress import Progress
 from experiments.results import Results, Table, Value, show
 from experiments.run_directory import RunDirectory
 from experiments.sharded_model import StepWork
-from experiments.sharded_setup import parse_mesh
+from experiments.sharded_setup import Serving, device_shape, parse_mesh, replica_memory
+from models.config import DecoderConfig
+from models.split import device_config
 from pallas_kernels import offline
 from pallas_kernels.targets import TOPOLOGIES
 from paxkv.capacity import parse_fraction, parse_size
-from paxkv.sharding import head_parts
+from paxkv.kv_format import scheme
+from paxkv.sharding import AXES, MeshShape, Rules, head_parts
 from paxkv.sizes import require_int
 
 MODELLED = frozenset({"step_ms", "tokens_per_s"})
@@ -104,17 +108,36 @@ def check(config: Any) -> None:
     require_int("offline.jobs", asked.jobs)
     parse_fraction(asked.memory_fraction, "offline.memory_fraction")
     parse_size(asked.reserve, "offline.reserve")
-    for target in (*asked.targets, *asked.laid_out_anew):
+    require_int("max_model_len", config.max_model_len)
+    if not 0 < asked.time_limit_s < math.inf:
+        raise ValueError(f"offline.time_limit_s: expected a finite number above 0, got {asked.time_limit_s}")
+    if config.pairs:
+        raise ValueError(f"pairs: expected none with offline, which compiles single meshes, got {list(config.pairs)}")
+    for name in ("targets", "models"):
+        named = getattr(asked, name)
+        if not named or len(set(named)) < len(named):
+            raise ValueError(f"offline.{name}: expected at least one, and none twice, got {list(named)}")
+    for name, target in [(n, t) for n in ("targets", "laid_out_anew") for t in getattr(asked, n)]:
         if target not in TOPOLOGIES:
-            raise ValueError(f"offline.targets: expected some of {', '.join(TOPOLOGIES)}, got {target!r}")
+            raise ValueError(f"offline.{name}: expected some of {', '.join(TOPOLOGIES)}, got {target!r}")
     for case in cases(config):
         shape, model = parse_mesh(case.mesh), sharded_job.published(case.model)
         if shape.size > TOPOLOGIES[case.target].num_devices:
             raise ValueError(f"{case.name}: expected at most the devices of {case.target}, got {shape.size}")
         try:
-            head_parts(shape.model, model.q_heads, model.kv_heads, config.replicate_kv_heads)
+            _check_split(config, case, shape, model)
         except ValueError as error:
             raise ValueError(f"{case.name}: {error}") from error
+
+
+def _check_split(config: Any, case: Case, shape: MeshShape, model: DecoderConfig) -> None:
+    heads = head_parts(shape.model, model.q_heads, model.kv_heads, config.replicate_kv_heads)
+    rules, fmt = Rules(config.ffn, config.vocab), scheme(config.kv_format)
+    device_config(model, dict(zip(AXES, (shape.data, *heads, shape.kv), strict=True)), rules)
+    # Weights are not looked at here: whether they leave room for it is what is to be found out.
+    memory_bytes = TOPOLOGIES[case.target].target.memory_bytes
+    serving = Serving(memory_bytes, config.memory, config.rows, config.max_model_len, config.rows, fmt)
+    replica_memory(shape, serving, device_shape(model, shape, fmt, config.replicate_kv_heads))
 
 
 def run(config: Any, run_dir: RunDirectory, progress: Progress) -> dict[str, dict[str, Any]]:

@@ -1,6 +1,7 @@
 """The same requests and the same memory on each device, under every way of splitting a server over devices."""
 
 import dataclasses
+import math
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -37,7 +38,8 @@ MODELLED = metrics.MODELLED | sharded_offline.MODELLED | {"link_ms_mean"}
 GLOSSARY: Mapping[str, str] = {
     **metrics.GLOSSARY,
     "devices": "of the mesh: replicas (d) times parts of the heads (m) times parts of the blocks (k)",
-    "tokens_equal": "whether every request got the tokens that the first mesh gave it, but for near ties",
+    "tokens_equal": "whether every request got the tokens that the first mesh gave it, near ties aside; - if there "
+    "are none to compare",
     "blocks": "of one replica, over all its devices",
     "capacity_tokens": "tokens that all replicas hold together",
     "kv_bytes_per_device": "keys, values and scales that lie on the fullest device",
@@ -78,14 +80,34 @@ def resolve(config: Config) -> Config:
     if config.offline is not None:
         sharded_offline.check(config)
         return config
+    _check(config)
     jax_setup.use_cpu_devices(require_int("cpu_devices", config.cpu_devices))
     inputs = _inputs(config)
     for name in config.meshes:
         _server(config, inputs, name)
     for pair in config.pairs:
-        reads, answers = _pair(config, inputs, pair)
-        check_pair(reads.sharded, answers.sharded)
+        try:
+            reads, answers = _pair(config, inputs, pair)
+            check_pair(reads.sharded, answers.sharded)
+        except ValueError as error:
+            raise ValueError(f"pairs: {pair}: {error}") from error
     return dataclasses.replace(config, model_sha256=inputs.facts["model_sha256"], workload=with_sha256(config.workload))
+
+
+def _check(config: Config) -> None:
+    """Refuses numbers and pairs with which nothing can be served."""
+    for name, least in (("temperature", 0.0), ("near_tie", 0.0)):
+        if not least <= getattr(config, name) < math.inf:
+            raise ValueError(f"{name}: expected a finite number, 0 or more, got {getattr(config, name)}")
+    for name in ("link_bytes_per_s", "process_time_limit_s"):
+        if not 0 < getattr(config, name) < math.inf:
+            raise ValueError(f"{name}: expected a finite number above 0, got {getattr(config, name)}")
+    if config.max_host_share is not None and not 0 <= config.max_host_share <= 1:
+        raise ValueError(f"max_host_share: expected a share from 0 to 1, or null, got {config.max_host_share}")
+    if len(set(config.pairs)) < len(config.pairs):
+        raise ValueError(f"pairs: expected none twice, got {list(config.pairs)}")
+    if config.pairs and config.temperature > 0:
+        raise ValueError(f"temperature: expected 0 where pairs serve, which answer greedily, got {config.temperature}")
 
 
 def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, dict[str, Any]]:
@@ -134,9 +156,9 @@ def _pair(config: Config, inputs: Inputs, pair: str) -> tuple[Server, Server]:
     """The two servers of a pair, on devices of their own."""
     names = pair.split("+")
     if len(names) != 2:
-        raise ValueError(f"pairs: expected two meshes with a + between, such as d1m2k1+d1m4k1, got {pair!r}")
+        raise ValueError(f"expected two meshes with a + between, such as d1m2k1+d1m4k1, got {pair!r}")
     if jax.process_count() > 1:
-        raise ValueError(f"pairs: expected none with several processes, got {list(config.pairs)}")
+        raise ValueError(f"expected no pairs with several processes, got {jax.process_count()} processes")
     first = parse_mesh(names[0]).size
     return _server(config, inputs, names[0]), _server(config, inputs, names[1], jax.devices()[first:])
 
@@ -225,12 +247,14 @@ def _results(config: Config, run_dir: RunDirectory) -> dict[str, dict[str, Any]]
         facts = run_dir.require_part(part_of(name)).read_json("devices.json")
         own, own_steps = requests.filter(pl.col("mesh") == name), steps.filter(pl.col("mesh") == name)
         served = ~reference["reason"].str.starts_with("refused") & ~own["reason"].str.starts_with("refused")
-        same = compare_tokens(reference.filter(served), own.filter(served), config.near_tie)
+        ours, theirs = own.filter(served), reference.filter(served)
+        same = compare_tokens(theirs, ours, config.near_tie)
+        any_tokens = any(bool((table["generated"] > 0).any()) for table in (ours, theirs))
         busy = own_steps.filter(pl.col("new_tokens") > 0)
         found[name] = {
             **facts,
             "fits": facts["kv_bytes_per_device"] <= budget,
-            "tokens_equal": same.unexplained == 0,
+            "tokens_equal": same.unexplained == 0 if any_tokens else None,
             "near_tie_differences": same.near_ties,
             "unexplained_differences": same.unexplained,
             "peak_running": int(own_steps.group_by("step").agg(pl.col("running").sum())["running"].max()),  # pyright: ignore

@@ -10,7 +10,7 @@ import jax
 from models.config import DecoderConfig
 from models.decoder import Decode
 from models.split import device_config, split_of
-from paxkv.capacity import plan_blocks
+from paxkv.capacity import parse_size, plan_blocks
 from paxkv.config import MemoryConfig, make_memory
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine
@@ -22,9 +22,10 @@ from paxkv.paged import Paged
 from paxkv.policy import FIRST_COME, Policy
 from paxkv.sharded_engine import ShardedEngine
 from paxkv.sharding import RULES, MeshShape, Rules, make_mesh
+from paxkv.sizes import require_int
 from paxkv.split_paged import Dealing, split_blocks
 
-_NAME = re.compile(r"d([1-9]\d*)m([1-9]\d*)k([1-9]\d*)")
+_NAME = re.compile(r"d([1-9][0-9]*)m([1-9][0-9]*)k([1-9][0-9]*)")
 
 
 class Server(NamedTuple):
@@ -97,7 +98,7 @@ def make_server(
         shape, config.q_heads, config.kv_heads, replicate_kv_heads=serving.replicate_kv_heads, devices=devices
     )
     of_device = device_shape(config, shape, serving.kv_format, serving.replicate_kv_heads)
-    memory = _memory(shape, serving, of_device)
+    memory = replica_memory(shape, serving, of_device)
     engine = Engine(
         memory,
         Decode(device_config(config, mesh, serving.rules), split_of(mesh, serving.rules)),
@@ -116,8 +117,30 @@ def make_server(
     return Server(ShardedEngine(engine, mesh, serving.rules), memory, new_cache, of_device)
 
 
-def _memory(shape: MeshShape, serving: Serving, of_device: KVShape) -> Paged:
-    budget = serving.kv_bytes - serving.rows * of_device.row_bytes
+def replica_memory(shape: MeshShape, serving: Serving, of_device: KVShape) -> Paged:
+    """The memory of one replica, with as many blocks as its devices have room for.
+
+    Raises:
+      ValueError: a knob is out of range, cannot be had where blocks lie across devices, or not one block fits.
+    """
+    asked = serving.memory
+    if asked.kind != "paged":
+        raise ValueError(f"memory.kind: expected 'paged', got {asked.kind!r}")
+    if asked.num_blocks is not None:
+        require_int("memory.num_blocks", asked.num_blocks)
+    if shape.kv > 1 and parse_size(asked.swap_space, "memory.swap_space"):
+        raise ValueError(
+            f"memory.swap_space: expected '0 GiB' where blocks lie across devices, got {asked.swap_space!r}; preempt "
+            "by recomputing, or take a mesh with k1"
+        )
+    rows_bytes = require_int("rows", serving.rows) * of_device.row_bytes
+    budget, block = serving.kv_bytes - rows_bytes, of_device.block_bytes(asked.block_size)
+    if budget < block:
+        raise ValueError(
+            f"kv_memory: expected room on each device for a block of {block} bytes"
+            f"{f' beside {rows_bytes} of the rows' if rows_bytes else ''}, got {serving.kv_bytes}; give more memory, "
+            "or lower memory.block_size"
+        )
     here = plan_blocks(of_device, serving.memory.block_size, budget, serving.memory.num_blocks).num_blocks
     memory = make_memory(
         dataclasses.replace(serving.memory, num_blocks=here * shape.kv),

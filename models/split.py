@@ -58,7 +58,7 @@ def split_of(mesh: Mesh, rules: Rules = RULES) -> Split:
     return Split(heads, ffn, vocab)
 
 
-def device_config(config: DecoderConfig, mesh: Mesh, rules: Rules = RULES) -> DecoderConfig:
+def device_config(config: DecoderConfig, mesh: Mesh | Mapping[str, int], rules: Rules = RULES) -> DecoderConfig:
     """The decoder that one device holds.
 
     Raises:

@@ -117,7 +117,10 @@ def make_mesh(
     """
     devices = jax.devices() if devices is None else devices
     if len(devices) < shape.size:
-        raise ValueError(f"mesh: expected at most {len(devices)} devices, which is what there is, got {shape}")
+        raise ValueError(
+            f"mesh: expected at most {len(devices)} devices, which is what there is, got {shape.size}; take a smaller "
+            "mesh, or more devices"
+        )
     sizes = (shape.data, *head_parts(shape.model, q_heads, kv_heads, replicate_kv_heads), shape.kv)
     return jax.make_mesh(sizes, AXES, (AxisType.Explicit,) * len(AXES), devices=devices[: shape.size])
 

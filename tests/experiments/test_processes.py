@@ -143,6 +143,7 @@ def test_where_processes_meet_comes_from_flags_or_the_environment():
         ({"processes": "2", "process": "2", "coordinator": "h:1"}, "process: expected a number from 0 to 1, got '2'"),
         ({"processes": "0", "process": "0", "coordinator": "h:1"}, "processes: expected a number, at least 1"),
         ({"processes": "2", "process": "0", "coordinator": "host"}, "coordinator: expected host:port"),
+        ({"processes": "²", "process": "0", "coordinator": "h:1"}, "processes: expected a number, at least 1"),
         ({"processes": "2", "process": "0", "coordinator": "host:99999"}, "coordinator: expected host:port"),
     ],
 )

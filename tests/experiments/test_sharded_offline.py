@@ -11,6 +11,7 @@ from experiments.sharded_model import StepWork, sent_bytes
 from experiments.sharded_offline import Offline
 from pallas_kernels.offline import Outcome
 from pallas_kernels.targets import TARGETS
+from paxkv.config import MemoryConfig
 
 WORK = StepWork(4e9, 1e5, 4e9, 0.0, 1e6)
 COMPILED = {
@@ -122,6 +123,16 @@ def test_a_case_that_crashes_does_not_hide_the_others(compiler, capsys, tmp_path
         ({"offline": Offline(targets=("h100x9",))}, r"offline.targets: expected some of h100, .*, got 'h100x9'"),
         ({"offline": Offline(models=("llama9",))}, "models: expected names of published models"),
         ({"offline": Offline(models=("of_dict",))}, "models: expected names of published models"),
+        ({"offline": Offline(models=("mro",))}, "offline.models: expected names of published models"),
+        ({"offline": Offline(targets=())}, "offline.targets: expected at least one, and none twice"),
+        ({"offline": Offline(models=("llama3_8b",) * 2)}, "offline.models: expected at least one, and none twice"),
+        ({"offline": Offline(laid_out_anew=("x",))}, "offline.laid_out_anew: expected some of"),
+        ({"offline": Offline(time_limit_s=0.0)}, "offline.time_limit_s: expected a finite number above 0"),
+        ({"pairs": ("d1m1k1+d1m1k1",)}, "pairs: expected none with offline"),
+        ({"rows": 0}, "h100x8/llama3_8b/d1m8k1: rows must be at least 1"),
+        ({"kv_format": "nope"}, "got 'nope'"),
+        ({"meshes": ("d1m1k3",)}, "d1m1k3: ffn: expected a multiple of the 3 parts"),
+        ({"memory": MemoryConfig(kind="vattention")}, "memory.kind: expected 'paged'"),
         ({"meshes": ("d1m16k1",)}, "expected at most the devices of h100x8, got 16"),
         ({"meshes": ("d1m3k1",)}, "d1m3k1: mesh.model: expected a divisor of the 8 KV heads"),
     ],
