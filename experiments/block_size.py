@@ -17,8 +17,8 @@ from experiments.progress import Progress
 from experiments.published import Published
 from experiments.results import Results, Table
 from experiments.run_directory import RunDirectory
-from experiments.simulation import Server, Simulated, make_simulator, simulate_workload, to_requests
-from experiments.workloads.config import WorkloadConfig, load_workload, with_sha256
+from experiments.simulation import Server, Simulated, make_simulator, simulate_load
+from experiments.workloads.config import WorkloadConfig, with_sha256
 from paxkv.config import MemoryConfig
 from paxkv.simulate import Simulator
 from paxkv.sizes import require_int
@@ -144,16 +144,14 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
       progress: shown while it works.
     """
     server, rows = config.server, []
-    budget_tokens = server.budget_bytes() / server.shape().token_bytes
+    budget_tokens = server.budget_tokens()
     for block_size in config.block_sizes:
         simulator = _simulator(config, block_size)
         for name, load in config.workloads.items():
             for seed in range(config.seed, config.seed + config.num_seeds):
                 place = _part(name, block_size, seed)
                 if run_dir.finished_part(place) is None:
-                    workload = load_workload(load, server.max_model_len, seed)
-                    with progress.task(place, total=workload.num_requests) as advance:
-                        simulated = simulate_workload(simulator, workload, to_requests(workload, seed), advance)
+                    simulated = simulate_load(server, simulator, load, seed, progress, place)
                     with run_dir.part(place) as part:
                         part.write_parquet("requests.parquet", simulated.requests)
                         part.write_parquet("point.parquet", pl.DataFrame([measure(simulated, budget_tokens)]))

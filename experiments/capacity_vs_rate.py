@@ -157,7 +157,7 @@ def _simulate_rates(
     config: Config, simulator: Simulator, rates: Sequence[float], seed: int, advance: Callable[..., None]
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The curve of one seed, one row a rate, and all requests. Only arrivals differ from rate to rate."""
-    budget_tokens = config.server.budget_bytes() / config.server.shape().token_bytes
+    budget_tokens = config.server.budget_tokens()
     points, requests = [], []
     for rate in rates:
         loaded = dataclasses.replace(config.workload, rate=rate)

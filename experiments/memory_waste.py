@@ -18,8 +18,8 @@ from experiments.progress import Progress
 from experiments.published import Published
 from experiments.results import Results, Table, columns
 from experiments.run_directory import RunDirectory
-from experiments.simulation import Server, make_simulator, simulate_workload, to_requests
-from experiments.workloads.config import WorkloadConfig, load_workload, with_sha256
+from experiments.simulation import Server, make_simulator, simulate_load
+from experiments.workloads.config import WorkloadConfig, with_sha256
 from paxkv.config import MemoryConfig
 from paxkv.sizes import require_int
 
@@ -109,15 +109,13 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
       progress: shown while it works.
     """
     server, rows = config.server, []
-    budget_tokens = server.budget_bytes() / server.shape().token_bytes
+    budget_tokens = server.budget_tokens()
     for name, case in config.cases.items():
         simulator = make_simulator(server, case.memory)
         for seed in _seeds(config):
             part = run_dir.finished_part(_part(name, seed))
             if part is None:
-                workload = load_workload(case.workload, server.max_model_len, seed)
-                with progress.task(_part(name, seed), total=workload.num_requests) as advance:
-                    simulated = simulate_workload(simulator, workload, to_requests(workload, seed), advance)
+                simulated = simulate_load(server, simulator, case.workload, seed, progress, _part(name, seed))
                 with run_dir.part(_part(name, seed)) as part:
                     part.write_parquet("steps.parquet", simulated.steps)
                     part.write_parquet("requests.parquet", simulated.requests)

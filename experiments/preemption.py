@@ -21,8 +21,8 @@ from experiments.published import Published
 from experiments.results import Results, Table
 from experiments.run_directory import RunDirectory
 from experiments.serving import TICK_MS
-from experiments.simulation import Server, Simulated, make_simulator, simulate_workload, to_requests
-from experiments.workloads.config import WorkloadConfig, load_workload, with_sha256
+from experiments.simulation import Server, Simulated, make_simulator, simulate_load
+from experiments.workloads.config import WorkloadConfig, with_sha256
 from paxkv.config import MemoryConfig
 from paxkv.cost_model import CostModel, StepWork
 from paxkv.policy import Preemption
@@ -121,9 +121,7 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
             for seed in range(config.seed, config.seed + config.num_seeds):
                 name = _part(how, block_size, seed)
                 if run_dir.finished_part(name) is None:
-                    workload = load_workload(config.workload, config.server.max_model_len, seed)
-                    with progress.task(name, total=workload.num_requests) as advance:
-                        simulated = simulate_workload(simulator, workload, to_requests(workload, seed), advance)
+                    simulated = simulate_load(config.server, simulator, config.workload, seed, progress, name)
                     with run_dir.part(name) as part:
                         part.write_parquet("requests.parquet", simulated.requests)
                         part.write_parquet("point.parquet", pl.DataFrame([measure(simulated, block_size)]))

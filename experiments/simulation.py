@@ -9,7 +9,9 @@ import numpy as np
 import polars as pl
 
 from experiments.cost_config import CostConfig, make_cost
+from experiments.progress import Progress as ProgressBars
 from experiments.serving import TICK_MS, step_table
+from experiments.workloads.config import WorkloadConfig, load_workload
 from experiments.workloads.workload import Workload
 from paxkv.capacity import kv_budget, parse_size
 from paxkv.config import MemoryConfig, make_memory
@@ -18,7 +20,7 @@ from paxkv.model_shapes import KVShape, model_shape
 from paxkv.paged import Paged
 from paxkv.policy import Choices, Policy
 from paxkv.requests import Progress, Reason, Requests, make_requests
-from paxkv.simulate import Simulator, init_simulation, is_finished, require_sound, run, take_records
+from paxkv.simulate import Simulator, simulate
 from paxkv.steps import StepRecord
 
 
@@ -62,6 +64,10 @@ class Server:
         """For keys and values, of each device."""
         return kv_budget(parse_size(self.kv_memory, "kv_memory"), self.memory_fraction)
 
+    def budget_tokens(self) -> float:
+        """Tokens that this pays for, laid end to end."""
+        return self.budget_bytes() / self.shape().token_bytes
+
 
 class Simulated(NamedTuple):
     """The tables of one simulation."""
@@ -94,6 +100,15 @@ def to_requests(workload: Workload, seed: int, **labels: Any) -> Requests:
     return make_requests(None, workload.prompt_len, workload.output_len, workload.arrival_ms, seed=seed, **labels)
 
 
+def simulate_load(
+    server: Server, simulator: Simulator, load: WorkloadConfig, seed: int, progress: ProgressBars, name: str
+) -> Simulated:
+    """Draws or reads a load under one seed, and simulates it under a bar of this name."""
+    workload = load_workload(load, server.max_model_len, seed)
+    with progress.task(name, total=workload.num_requests) as advance:
+        return simulate_workload(simulator, workload, to_requests(workload, seed), advance)
+
+
 def simulate_workload(
     simulator: Simulator,
     workload: Workload,
@@ -113,25 +128,12 @@ def simulate_workload(
       limits: as for `paxkv.simulate.simulate`, which also says what is raised.
       choice: likewise.
     """
-    simulation = init_simulation(simulator, requests, limits)
-    records, ended = [], 0
-    while True:
-        simulation = run(simulator, requests, simulation, None, choice)
-        records.append(take_records(simulation.records, int(simulation.count)))
-        require_sound(simulator, simulation)
-        progress = jax.tree.map(np.asarray, simulation.scheduler.progress)
-        before, ended = ended, int(np.sum(progress.reason != Reason.NONE))
-        on_dispatch(ended - before)
-        if bool(is_finished(requests, simulation.scheduler)):
-            break
-    return to_tables(simulator, workload, records, progress, int(simulation.turns))
+    simulated = simulate(simulator, requests, limits, choice=choice, on_dispatch=on_dispatch)
+    return to_tables(simulator, workload, *simulated)
 
 
-def to_tables(
-    simulator: Simulator, workload: Workload, records: list[StepRecord], progress: Progress, turns: int
-) -> Simulated:
+def to_tables(simulator: Simulator, workload: Workload, steps: StepRecord, progress: Progress, turns: int) -> Simulated:
     """What a simulation left behind as tables; times are modelled, in ms, null for what never happened."""
-    steps = jax.tree.map(lambda *arrays: np.concatenate(arrays), *records)
 
     def when(at: jax.Array) -> pl.Series:
         return pl.Series(np.asarray(at)).replace(-1, None) * TICK_MS

@@ -170,9 +170,8 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
     count = int(alone.count)
     if count >= config.max_records:
         raise ValueError(f"max_records: expected room for all steps, got {config.max_records}; raise it")
-    tables = to_tables(
-        simulator, workload, [take_records(alone.records, count)], alone.scheduler.progress, int(alone.turns)
-    )
+    records = take_records(alone.records, count)
+    tables = to_tables(simulator, workload, records, alone.scheduler.progress, int(alone.turns))
     run_dir.write_parquet("steps.parquet", tables.steps)
     run_dir.write_parquet("requests.parquet", tables.requests)
     with progress.task("sweep"):

@@ -20,9 +20,9 @@ from experiments.progress import Progress
 from experiments.published import Published
 from experiments.results import Results, Table, label
 from experiments.run_directory import RunDirectory
-from experiments.simulation import Server, make_simulator, simulate_workload, to_requests
+from experiments.simulation import Server, make_simulator, simulate_load
 from experiments.vattention_sizes import require_call_us
-from experiments.workloads.config import WorkloadConfig, load_workload, with_sha256
+from experiments.workloads.config import WorkloadConfig, with_sha256
 from paxkv.config import MemoryConfig
 from paxkv.contiguous import VAttention
 from paxkv.simulate import Simulator
@@ -116,9 +116,7 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
         simulator, name = _simulator(config, server, memory), f"{server}-{memory}"
         part = run_dir.finished_part(name)
         if part is None:
-            workload = load_workload(config.workload, config.servers[server].max_model_len, config.seed)
-            with progress.task(name, total=workload.num_requests) as advance:
-                simulated = simulate_workload(simulator, workload, to_requests(workload, config.seed), advance)
+            simulated = simulate_load(config.servers[server], simulator, config.workload, config.seed, progress, name)
             with run_dir.part(name) as part:
                 part.write_parquet("steps.parquet", simulated.steps)
                 part.write_parquet("requests.parquet", simulated.requests)

@@ -23,13 +23,12 @@ from paxkv.kv_cache import Attend, KVCache, copy_blocks_between, fill_blocks, wi
 from paxkv.kv_format import KVFormat, scheme
 from paxkv.memory import KVMemory
 from paxkv.paged import Paged
-from paxkv.policy import Policy
+from paxkv.policy import Policy, require_host_blocks, require_token_budget
 from paxkv.ragged import ragged, tokens_of
 from paxkv.requests import Requests, Status
 from paxkv.sampling import sample
 from paxkv.scheduler import commit, schedule
 from paxkv.scheduler_state import Plan, SchedulerState, by_row, init_scheduler
-from paxkv.sizes import require_int
 from paxkv.steps import StepRecord, record_step, step_ticks, step_work
 from paxkv.windows import num_places
 
@@ -97,11 +96,7 @@ class Engine:
         check_rows(self.kv_format, self.memory)
         if not isinstance(self.policy, Policy):
             raise ValueError(f"policy: expected a Policy, got {self.policy!r}")
-        if require_int("token_budget", self.token_budget) < self.memory.rows:
-            raise ValueError(
-                f"token_budget: expected at least rows = {self.memory.rows}, so that every running request gets "
-                f"its token in each step, got {self.token_budget}; raise it, or lower rows"
-            )
+        require_token_budget(self.token_budget, self.memory.rows)
 
 
 @typing.no_type_check
@@ -213,10 +208,7 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
 def _host_cache(engine: Engine, cache: KVCache) -> KVCache | None:
     """Room for what is swapped out."""
     memory = engine.memory
-    if engine.policy.preemption == "swap" and memory.host_blocks == 0:
-        raise ValueError(
-            "policy.preemption: 'swap' needs a memory with host blocks, such as Paged(..., host_blocks=...), got none"
-        )
+    require_host_blocks(engine.policy, memory)
     if not engine.policy.swaps(memory):
         return None
     return with_blocks(cache, memory.host_blocks, memory.num_slots // memory.num_units)

@@ -67,6 +67,23 @@ class Policy:
         return self.preemption == "swap" and memory.host_blocks > 0
 
 
+def require_host_blocks(policy: Policy, memory: KVMemory[Any]) -> None:
+    """Refuses to swap with a memory that has nowhere to swap to."""
+    if policy.preemption == "swap" and memory.host_blocks == 0:
+        raise ValueError(
+            "policy.preemption: 'swap' needs a memory with host blocks, such as Paged(..., host_blocks=...), got none"
+        )
+
+
+def require_token_budget(token_budget: int, rows: int) -> None:
+    """Refuses a budget that could leave a running request without its token."""
+    if require_int("token_budget", token_budget) < rows:
+        raise ValueError(
+            f"token_budget: expected at least rows = {rows}, so that every running request gets its token in each "
+            f"step, got {token_budget}; raise it, or lower rows"
+        )
+
+
 FIRST_COME = Policy()
 """First come, first served, and the last to come is the first to go."""
 

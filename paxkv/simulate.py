@@ -11,6 +11,7 @@ What comes out is what single steps give, bit for bit, but for which of equal bl
 import dataclasses
 import enum
 import typing
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -23,9 +24,9 @@ from paxkv.cost_model import CostModel, StepCost, StepWork
 from paxkv.kv_cache import KVCache
 from paxkv.memory import KVMemory, Limits, Usage
 from paxkv.outcomes import raise_on_fault
-from paxkv.policy import Choices, Policy, choices
+from paxkv.policy import Choices, Policy, choices, require_host_blocks, require_token_budget
 from paxkv.queue import first_waiting
-from paxkv.requests import TICK_US, Progress, Requests, final_lengths
+from paxkv.requests import TICK_US, Progress, Requests, Status, final_lengths
 from paxkv.scheduler import commit, schedule
 from paxkv.scheduler_state import Plan, SchedulerState, by_row, init_scheduler, known_tokens
 from paxkv.sizes import require_int
@@ -69,11 +70,7 @@ class Simulator:
 
     def __post_init__(self) -> None:
         """Refuses a budget that could leave a running request without its token, and strides of no step."""
-        if require_int("token_budget", self.token_budget) < self.memory.rows:
-            raise ValueError(
-                f"token_budget: expected at least rows = {self.memory.rows}, so that every running request gets "
-                f"its token in each step, got {self.token_budget}; raise it, or lower rows"
-            )
+        require_token_budget(self.token_budget, self.memory.rows)
         if (pairs := self.token_budget * self.memory.max_len) >= 2**31:
             raise ValueError(
                 f"token_budget: expected less than 2**31 in all when multiplied by max_len = {self.memory.max_len}, "
@@ -85,11 +82,7 @@ class Simulator:
                 f"max_records, max_stride: expected at most {MOST_RECORDS:,} together, for which there is room, got "
                 f"{self.max_records:,} and {self.max_stride:,}; lower the larger one"
             )
-        if self.policy.preemption == "swap" and self.memory.host_blocks == 0:
-            raise ValueError(
-                "policy.preemption: 'swap' needs a memory with host blocks, such as Paged(..., host_blocks=...), got "
-                "none"
-            )
+        require_host_blocks(self.policy, self.memory)
 
 
 @typing.no_type_check
@@ -219,6 +212,7 @@ def simulate(
     limits: Limits | None = None,
     transcripts: Int32[Array, "requests width"] | None = None,
     choice: Choices | None = None,
+    on_dispatch: Callable[[int], Any] = lambda newly_ended: None,
 ) -> Simulated:
     """Host side: runs until every request has ended.
 
@@ -228,6 +222,7 @@ def simulate(
       limits: how much of the memory may be used; None for all.
       transcripts: as for `run`.
       choice: as for `run`.
+      on_dispatch: called with the number of requests that have ended since it was called last.
 
     Raises:
       ValueError: the modelled clock ran out.
@@ -235,15 +230,18 @@ def simulate(
       MemoryFaultError: the memory recorded a fault.
     """
     simulation = init_simulation(simulator, requests, limits)
-    parts = []
+    parts, ended = [], 0
     while True:
         simulation = run(simulator, requests, simulation, transcripts, choice)
         parts.append(take_records(simulation.records, int(simulation.count)))
         require_sound(simulator, simulation)
+        progress = jax.tree.map(np.asarray, simulation.scheduler.progress)
+        before, ended = ended, int(np.sum(progress.status == Status.ENDED))
+        on_dispatch(ended - before)
         if bool(is_finished(requests, simulation.scheduler)):
             break
     steps = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
-    return Simulated(steps, jax.tree.map(np.asarray, simulation.scheduler.progress), int(simulation.turns))
+    return Simulated(steps, progress, int(simulation.turns))
 
 
 def take_records(records: StepRecord, count: int) -> StepRecord:

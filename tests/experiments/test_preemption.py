@@ -6,7 +6,7 @@ import pathlib
 import polars as pl
 import pytest
 
-from experiments import config, preemption
+from experiments import config, preemption, simulation
 from experiments.cost_config import CostConfig
 from experiments.preemption import Config, sequence_ms
 from experiments.progress import Progress
@@ -65,7 +65,7 @@ def test_on_an_a100_a_sequence_of_256_tokens_takes_what_its_bytes_and_its_produc
 
 
 def test_each_policy_pays_in_its_own_way(tmp_path, monkeypatch):
-    swapping, simulate = preemption._simulator(SMALL, "swap", 8), preemption.simulate_workload
+    swapping, simulate = preemption._simulator(SMALL, "swap", 8), simulation.simulate_workload
 
     def one_program(simulator, *arguments):
         """Recomputing is made up, as compiling takes long: five tokens are thrown away where swapping moves blocks."""
@@ -77,7 +77,7 @@ def test_each_policy_pays_in_its_own_way(tmp_path, monkeypatch):
         nothing = {name: pl.lit(0) for name in ("swapped_out_blocks", "swapped_in_blocks", "swap_ms")}
         return moved._replace(steps=moved.steps.with_columns(recompute_tokens=thrown, **nothing))
 
-    monkeypatch.setattr(preemption, "simulate_workload", one_program)
+    monkeypatch.setattr(simulation, "simulate_workload", one_program)
     found = simulated(SMALL, tmp_path / "run")
     again, moved = found["recompute/8"], found["swap/8"]
     assert moved["preemptions"] > 0 == moved["recompute_tokens"] < moved["swapped_blocks"]
