@@ -23,7 +23,7 @@ from paxkv.kv_cache import Attend, KVCache, copy_blocks_between, fill_blocks, wi
 from paxkv.kv_format import KVFormat, scheme
 from paxkv.memory import KVMemory
 from paxkv.paged import Paged
-from paxkv.policy import Policy, require_host_blocks, require_token_budget
+from paxkv.policy import Policy, require_schedulable
 from paxkv.ragged import ragged, tokens_of
 from paxkv.requests import Requests, Status
 from paxkv.sampling import sample
@@ -72,7 +72,7 @@ class Engine:
     on_free: OnFree = "keep"  # what becomes of keys and values that nobody has a use for: a pass over memory if wiped
 
     def __post_init__(self) -> None:
-        """Refuses a budget that could leave a running request without its token, and memory that cannot be wiped."""
+        """Refuses what the scheduler could not serve with, and memory that cannot be wiped."""
         if self.on_free not in typing.get_args(OnFree):
             raise ValueError(f"on_free: expected one of {', '.join(typing.get_args(OnFree))}, got {self.on_free!r}")
         if self.on_free != "keep" and not isinstance(self.memory, Paged):
@@ -94,9 +94,7 @@ class Engine:
                 f"{self.kv_format.name!r}; give both the same, as in PrefixCache(kv_format=engine.kv_format.name)"
             )
         check_rows(self.kv_format, self.memory)
-        if not isinstance(self.policy, Policy):
-            raise ValueError(f"policy: expected a Policy, got {self.policy!r}")
-        require_token_budget(self.token_budget, self.memory.rows)
+        require_schedulable(self.memory, self.token_budget, self.policy)
 
 
 @typing.no_type_check
@@ -208,7 +206,6 @@ def step(engine: Engine, params: Any, requests: Requests, state: EngineState) ->
 def _host_cache(engine: Engine, cache: KVCache) -> KVCache | None:
     """Room for what is swapped out."""
     memory = engine.memory
-    require_host_blocks(engine.policy, memory)
     if not engine.policy.swaps(memory):
         return None
     return with_blocks(cache, memory.host_blocks, memory.num_slots // memory.num_units)

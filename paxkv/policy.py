@@ -67,20 +67,23 @@ class Policy:
         return self.preemption == "swap" and memory.host_blocks > 0
 
 
-def require_host_blocks(policy: Policy, memory: KVMemory[Any]) -> None:
-    """Refuses to swap with a memory that has nowhere to swap to."""
+def require_schedulable(memory: KVMemory[Any], token_budget: object, policy: object) -> None:
+    """Refuses what the scheduler could not serve with, in an engine or a simulator.
+
+    Raises:
+      ValueError: for a budget that could leave a running request without its token, for what is no policy, or for one
+        that swaps with a memory that has nowhere to swap to.
+    """
+    if require_int("token_budget", token_budget) < memory.rows:
+        raise ValueError(
+            f"token_budget: expected at least rows = {memory.rows}, so that every running request gets its token in "
+            f"each step, got {token_budget}; raise it, or lower rows"
+        )
+    if not isinstance(policy, Policy):
+        raise ValueError(f"policy: expected a Policy, got {policy!r}")
     if policy.preemption == "swap" and memory.host_blocks == 0:
         raise ValueError(
             "policy.preemption: 'swap' needs a memory with host blocks, such as Paged(..., host_blocks=...), got none"
-        )
-
-
-def require_token_budget(token_budget: int, rows: int) -> None:
-    """Refuses a budget that could leave a running request without its token."""
-    if require_int("token_budget", token_budget) < rows:
-        raise ValueError(
-            f"token_budget: expected at least rows = {rows}, so that every running request gets its token in each "
-            f"step, got {token_budget}; raise it, or lower rows"
         )
 
 

@@ -24,7 +24,7 @@ from paxkv.cost_model import CostModel, StepCost, StepWork
 from paxkv.kv_cache import KVCache
 from paxkv.memory import KVMemory, Limits, Usage
 from paxkv.outcomes import raise_on_fault
-from paxkv.policy import Choices, Policy, choices, require_host_blocks, require_token_budget
+from paxkv.policy import Choices, Policy, choices, require_schedulable
 from paxkv.queue import first_waiting
 from paxkv.requests import TICK_US, Progress, Requests, Status, final_lengths
 from paxkv.scheduler import commit, schedule
@@ -69,8 +69,8 @@ class Simulator:
     max_records: int = 2**16
 
     def __post_init__(self) -> None:
-        """Refuses a budget that could leave a running request without its token, and strides of no step."""
-        require_token_budget(self.token_budget, self.memory.rows)
+        """Refuses what the scheduler could not serve with, and strides of no step."""
+        require_schedulable(self.memory, self.token_budget, self.policy)
         if (pairs := self.token_budget * self.memory.max_len) >= 2**31:
             raise ValueError(
                 f"token_budget: expected less than 2**31 in all when multiplied by max_len = {self.memory.max_len}, "
@@ -82,7 +82,6 @@ class Simulator:
                 f"max_records, max_stride: expected at most {MOST_RECORDS:,} together, for which there is room, got "
                 f"{self.max_records:,} and {self.max_stride:,}; lower the larger one"
             )
-        require_host_blocks(self.policy, self.memory)
 
 
 @typing.no_type_check

@@ -1,6 +1,5 @@
 """The simulator: strides against single steps, an oracle in plain Python, and the engine."""
 
-import dataclasses
 import functools
 import random
 
@@ -20,7 +19,7 @@ from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import TICK_US, Reason, Status, make_requests
 from paxkv.reserved import Reserved
 from paxkv.simulate import Simulator, init_simulation, run, run_points, simulate
-from tests.paxkv import fake_model
+from tests.paxkv import fake_model, unchecked
 from tests.paxkv.oracles.caches import filled_cache
 from tests.paxkv.oracles.jitted import quickly
 from tests.paxkv.oracles.lockstep import ORACLES
@@ -262,6 +261,8 @@ def test_a_clock_that_runs_out_and_a_fault_of_memory_are_told():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"token_budget": "8"}, "token_budget must be an int, got '8'"),
+        ({"policy": "swap"}, "policy: expected a Policy, got 'swap'"),
         ({"token_budget": 4}, "token_budget: expected at least rows = 5"),
         ({"max_stride": 0}, "max_stride must be"),
         ({"max_records": 0}, "max_records must be"),
@@ -272,7 +273,7 @@ def test_a_clock_that_runs_out_and_a_fault_of_memory_are_told():
 )
 def test_servers_that_cannot_be_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
-        dataclasses.replace(simulator("paged", 6), **changes)
+        unchecked.replace(simulator("paged", 6), **changes)
 
 
 @pytest.mark.parametrize(("units", "watermark", "message"), [(0, 0, "units"), (2, -1, "watermark"), (21, 0, "1 to 20")])
