@@ -162,10 +162,10 @@ def everywhere(tree: PyTree[Int32[Array, "replicas ..."]]) -> Any:
     They travel as one array: each exchange between processes costs more than all that a host wants to know.
     """
     leaves, treedef = jax.tree.flatten(tree)
-    parts = [x.reshape(x.shape[0], -1) for x in leaves]
+    by_replica = NamedSharding(jax.typeof(leaves[0]).sharding.mesh, partition(("replicas", None)))
+    parts = [jnp.reshape(x, (x.shape[0], -1), out_sharding=by_replica) for x in leaves]
     ends = np.cumsum([part.shape[1] for part in parts])
-    packed = jnp.concatenate(parts, axis=1)
-    columns = jnp.split(_replicated(packed), ends[:-1].tolist(), axis=1)
+    columns = jnp.split(_replicated(jnp.concatenate(parts, axis=1)), ends[:-1].tolist(), axis=1)
     return treedef.unflatten([column.reshape(x.shape) for column, x in zip(columns, leaves, strict=True)])
 
 
