@@ -173,8 +173,17 @@ class KVMemory(Protocol[State]):
         """The layers that see the same tokens, group by group: one of all layers unless some have a window."""
         ...
 
+    @property
+    def own_limits(self) -> Limits:
+        """All units, and the watermark that the memory was made with."""
+        ...
+
+    def with_units(self, units: int) -> "KVMemory[State]":
+        """The same memory of another size and without a watermark, both of which `limits` can say instead."""
+        ...
+
     def init(self, limits: Limits | None = None) -> State:
-        """The empty memory; all of it may be used unless `limits` says otherwise."""
+        """The empty memory; `own_limits` hold unless `limits` says otherwise."""
         ...
 
     def seqs(self, state: State) -> Seqs:
