@@ -211,6 +211,11 @@ class KVMemory(Protocol[State]):
         """Units that the sequences in flight can still get without a release."""
         ...
 
+    @property
+    def has_steady_steps(self) -> bool:
+        """Whether `steady_steps` may be asked: not of a memory that publishes, copies or gives back in any step."""
+        ...
+
     def steady_steps(self, state: State, grows: Bool[Array, " rows"], steps: Int32[Array, ""]) -> Int32[Array, ""]:
         """How many steps, at most `steps`, in each of which these rows store a token, can be one `append`.
 
@@ -371,6 +376,10 @@ class SharesNothing:
     def of_group(self, state: State, group: int) -> State:
         del group
         return state
+
+    @property
+    def has_steady_steps(self) -> bool:
+        return True
 
     @property
     def publishes(self) -> None:

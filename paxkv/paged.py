@@ -23,7 +23,7 @@ from paxkv.memory import Ask, Content, Limits, MapCalls, Usage, no_map_calls, re
 from paxkv.memory import limits as make_limits
 from paxkv.outcomes import Outcome, select_outcome
 from paxkv.paged_state import PagedState, required
-from paxkv.pool_metrics import usage_of_blocks
+from paxkv.pool_metrics import usage_of_blocks, usage_of_cached
 from paxkv.prefix_cache import PrefixCache
 from paxkv.seqs import Seqs, advance, check_append, init_seqs, longer, lowest_free_row, occupy
 from paxkv.sizes import require_bool, require_int
@@ -244,9 +244,11 @@ class Paged:
     def available(self, state: PagedState) -> Int32[Array, ""]:
         return state.pool.num_free
 
+    @property
+    def has_steady_steps(self) -> bool:
+        return self.cache is None and not self.forks and all(group.sees_all for group in self.layer_groups)
+
     def steady_steps(self, state: PagedState, grows: Bool[Array, " rows"], steps: Int32[Array, ""]) -> Int32[Array, ""]:
-        if self.cache is not None or self.forks or not all(group.sees_all for group in self.layer_groups):
-            return jnp.int32(0)  # tokens are published, blocks copied or given back from step to step
         demand = self.demand(state, state.seqs.lengths + jnp.where(grows, steps, 0))
         return jnp.where(jnp.sum(demand) <= self.available(state), steps, 0)
 
@@ -451,10 +453,12 @@ class Paged:
         )
 
     def usage(self, state: PagedState, final_lengths: Int32[Array, " rows"]) -> Usage:
-        if self.cache is None and not self.forks and not self.groups:
-            given = self.held(state) * self.block_size
-            return usage_of_rows(state.limits.units * self.block_size, state.seqs, given, given, final_lengths)
-        return usage_of_blocks(self, state, final_lengths)
+        if self.forks or self.groups:
+            return usage_of_blocks(self, state, final_lengths)
+        if self.cache is not None:
+            return usage_of_cached(self, state, final_lengths)
+        given = self.held(state) * self.block_size
+        return usage_of_rows(state.limits.units * self.block_size, state.seqs, given, given, final_lengths)
 
     def owners(self, state: PagedState) -> Int32[Array, " units"]:
         owner = jnp.full(self.num_blocks, self.rows, jnp.int32)

@@ -241,7 +241,7 @@ def _turn(
     nothing = (first.new_tokens == 0) & no_decision & ((first.ticks == 0) | (first.running > 0))
     halt = jnp.where(after.clock < before.clock, Halt.CLOCK, jnp.where(nothing, Halt.STUCK, Halt.NONE))
     records, more = jax.tree.map(lambda leaf: leaf[None], first), jnp.int32(0)
-    if simulator.max_stride > 1:
+    if simulator.max_stride > 1 and simulator.memory.has_steady_steps:
         after, following, more = _stride(simulator, requests, after, plan)
         records = jax.tree.map(lambda one, rest: jnp.concatenate([one, rest]), records, following)
     return Simulation(
