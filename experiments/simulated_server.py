@@ -9,6 +9,7 @@ import pathlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 
 from experiments import files, jax_setup, metrics, plots, slo
@@ -18,6 +19,7 @@ from experiments.run_directory import RunDirectory
 from experiments.simulation import Server, Simulated, make_simulator, to_requests, to_tables
 from experiments.workloads.config import WorkloadConfig, load_workload, with_sha256
 from experiments.workloads.streams import stream
+from experiments.workloads.transcripts import SystemPrompts, transcripts, with_system_prompts
 from experiments.workloads.workload import Workload
 from paxkv.config import MemoryConfig
 from paxkv.simulate_points import Point, simulate_points
@@ -28,6 +30,8 @@ _SLO_METRICS = ("goodput_per_s", "slo_share", "slo_p99_kept")
 GLOSSARY = {
     **metrics.GLOSSARY,
     **{f"{preset}_{name}": f"{slo.GLOSSARY[name]}, under {preset}" for preset in slo.MLPERF for name in _SLO_METRICS},
+    "stored_share": "share of the tokens of admitted requests that memory had stored already: hits, over hits and what "
+    "was read",
 }
 MODELLED = metrics.MODELLED | {f"{preset}_{name}" for preset in slo.MLPERF for name in _SLO_METRICS}
 
@@ -42,6 +46,7 @@ class Config:
       server: whose memory it is.
       memory: how it is handed out.
       workload: what is asked of the server.
+      system_prompts: texts with which prompts begin, on top of their lengths; null for none. For a cache to share.
       prediction_error: how far predicted output lengths are off: the standard deviation of the binary logarithm of
         predicted over real length, so that 1 is a factor of two; 0 for a predictor that knows. For policies that look.
       slos: MLPerf's bounds under which requests are served well enough, by their names in `experiments.slo`.
@@ -54,6 +59,7 @@ class Config:
     server: Server = dataclasses.field(default_factory=Server)
     memory: MemoryConfig = dataclasses.field(default_factory=MemoryConfig)
     workload: WorkloadConfig = dataclasses.field(default_factory=WorkloadConfig)
+    system_prompts: SystemPrompts | None = None
     prediction_error: float = 0.0
     slos: tuple[str, ...] = ("llama2_70b", "llama2_70b_interactive")
     cpu_devices: int = 1
@@ -72,10 +78,12 @@ def resolve(config: Config) -> Config:
             "server.policy: expected no order or victim by priority or deadline, as the requests of a workload are "
             f"alike in both, got order {policy.order} and victim {policy.victim}"
         )
-    if config.memory.prefix_caching:
+    if config.system_prompts is not None:
+        config.system_prompts.check()
+    if config.memory.prefix_caching and config.workload.kind != "mooncake" and config.system_prompts is None:
         raise ValueError(
-            "memory.prefix_caching: expected false, as a workload of lengths has no tokens to share, got true; see "
-            "prefix_sharing"
+            "memory.prefix_caching: expected false where no prompts share a beginning, got true; set system_prompts, "
+            "or take a trace that says what its prompts share (workload.kind: mooncake)"
         )
     if not 0 <= config.prediction_error < 8:
         raise ValueError(f"prediction_error: expected a number from 0 to below 8, got {config.prediction_error}")
@@ -123,9 +131,13 @@ class _Asked(NamedTuple):
 
 def _ask(config: Config) -> _Asked:
     workload = load_workload(config.workload, config.server.max_model_len, config.seed)
+    if config.system_prompts is not None:
+        workload = with_system_prompts(workload, config.system_prompts, config.server.max_model_len, config.seed)
     predicted = predict(workload, config.prediction_error, config.seed) if config.prediction_error else None
     requests = to_requests(workload, config.seed, predicted_lens=predicted)
-    return _Asked(workload, Point(make_simulator(config.server, config.memory), requests))
+    simulator = make_simulator(config.server, config.memory)
+    tokens = jnp.asarray(transcripts(workload)) if simulator.memory.publishes else None
+    return _Asked(workload, Point(simulator, requests, tokens))
 
 
 def predict(workload: Workload, error: float, seed: int) -> np.ndarray:
@@ -150,6 +162,8 @@ def measure(config: Config, simulated: Simulated) -> dict[str, Any]:
         raise ValueError("workload: expected a request that can be served, got none; are its prompts too long?")
     found: dict[str, Any] = {**metrics.request_metrics(simulated.requests)}
     found |= metrics.memory_metrics(simulated.steps, config.server.budget_tokens())
+    read = int(simulated.steps["prefill_tokens"].sum())
+    found["stored_share"] = found["hit_tokens"] / max(found["hit_tokens"] + read, 1)
     for name in config.slos:
         of_slo = slo.slo_metrics(simulated.requests, slo.preset(name))
         found |= {f"{name}_{metric}": of_slo[metric] for metric in _SLO_METRICS}
@@ -174,6 +188,7 @@ _ROWS = {
     "reservation_waste": ("reserved for later", "{:.1%}"),
     "internal_waste": ("never filled by its owner", "{:.1%}"),
     "external_waste": ("nobody's", "{:.1%}"),
+    "stored_share": ("tokens found stored by admitted requests", "{:.1%}"),
     "preemptions": ("preemptions", "{:,}"),
     "recompute_tokens": ("tokens to be computed again", "{:,}"),
     "steps": ("steps", "{:,}"),

@@ -6,16 +6,28 @@ of their own: the kind of memory, its rows and block size, the cost model, preem
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Int32
 
 from paxkv.policy import Choices, Policy, choices
 from paxkv.requests import Requests, Status
-from paxkv.simulate import Halt, Simulated, Simulation, Simulator, init_simulation, require_sound, run, take_records
+from paxkv.simulate import (
+    Halt,
+    Simulated,
+    Simulation,
+    Simulator,
+    init_simulation,
+    require_sound,
+    run,
+    simulate,
+    take_records,
+)
 
 Tree = TypeVar("Tree")
 
@@ -25,6 +37,8 @@ class Point(NamedTuple):
 
     simulator: Simulator
     requests: Requests
+    transcripts: Int32[Array, "requests width"] | None = None
+    """As for `simulate`, where memory shares what is equal. Such points are not dealt to devices: tokens are large."""
 
 
 @jax.jit(static_argnames=("simulator", "mesh"), donate_argnames="simulations")
@@ -96,13 +110,14 @@ def simulate_points(
 
 def program_of(point: Point) -> Hashable:
     """Equal for points that share a compiled program."""
-    simulator, requests = point
+    simulator = point.simulator
     alike = dataclasses.replace(
         simulator,
-        memory=simulator.memory.with_units(1),
+        # The size of its hash table may decide whether a cache has room for one more block.
+        memory=simulator.memory if simulator.memory.publishes else simulator.memory.with_units(1),
         policy=Policy(preemption=simulator.policy.preemption),
     )
-    leaves, structure = jax.tree.flatten(requests)
+    leaves, structure = jax.tree.flatten((point.requests, point.transcripts))
     return alike, structure, tuple((leaf.shape, leaf.dtype) for leaf in leaves)
 
 
@@ -120,18 +135,25 @@ def _simulate(
     points: Sequence[Point], devices: Sequence[Any], on_dispatch: Callable[[int], Any]
 ) -> list[Callable[[], Simulated]]:
     """What came of points that share a program; whoever asks for one is told what went wrong with it."""
-    memories = [point.simulator.memory for point in points]
-    largest = memories[0].with_units(max(memory.num_units for memory in memories))
-    simulator = dataclasses.replace(points[0].simulator, memory=largest)
-    among = tuple(point.simulator.policy for point in points)
+    memory, among = points[0].simulator.memory, tuple(point.simulator.policy for point in points)
+    if not memory.publishes:
+        memory = memory.with_units(max(point.simulator.memory.num_units for point in points))
+    simulator = dataclasses.replace(points[0].simulator, memory=memory, policy=among[0])
+
+    def alone(point: Point) -> Simulated:
+        limits, choice = point.simulator.memory.own_limits, choices(point.simulator.policy, among)
+        return simulate(simulator, point.requests, limits, point.transcripts, choice, on_dispatch)
+
+    if points[0].transcripts is not None:
+        return [functools.partial(alone, point) for point in points]
     mesh = point_mesh(devices[: len(points)])
     # Each device gets as many: what is missing is the last point again, of which nobody asks what came.
     dealt = [*points, *[points[-1]] * (-len(points) % mesh.size)]
-    begun = [init_simulation(simulator, requests, own.memory.own_limits) for own, requests in dealt]
-    chosen = [choices(own.policy, among) for own, _ in dealt]
+    begun = [init_simulation(simulator, own.requests, own.simulator.memory.own_limits) for own in dealt]
+    chosen = [choices(own.simulator.policy, among) for own in dealt]
     sharding = jax.NamedSharding(mesh, jax.P("points"))
     asked, simulations, choice = jax.device_put(
-        (stack([requests for _, requests in dealt]), stack(begun), stack(chosen)), sharding
+        (stack([own.requests for own in dealt]), stack(begun), stack(chosen)), sharding
     )
     records, ended = [[] for _ in points], 0
     while True:
@@ -150,7 +172,7 @@ def _simulate(
         steps = jax.tree.map(lambda *arrays: np.concatenate(arrays), *records[place])
         return Simulated(steps, own.scheduler.progress, int(own.turns))
 
-    return [lambda place=place: of_place(place) for place in range(len(points))]
+    return [functools.partial(of_place, place) for place in range(len(points))]
 
 
 def _at(trees: Tree, place: int) -> Tree:

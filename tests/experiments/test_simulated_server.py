@@ -14,6 +14,7 @@ from experiments.simulated_server import Config, predict
 from experiments.simulation import Server
 from experiments.workloads import WorkloadConfig
 from experiments.workloads.config import load_workload
+from experiments.workloads.transcripts import SystemPrompts
 from paxkv.config import MemoryConfig
 from paxkv.policy import Policy
 
@@ -67,6 +68,22 @@ def test_what_it_measures_is_shown_and_drawn(tmp_path):
     assert [len(axes.lines) for axes in (*over_time.figure.axes, *latency.figure.axes)] == [2, 2, 2, 1]
 
 
+def test_a_cache_stores_what_prompts_begin_with_once(tmp_path):
+    """Each after the other: the first reads 8 + 5 tokens, the others find the 8, and read 5 each."""
+    calm = dataclasses.replace(
+        SMALL,
+        memory=MemoryConfig(block_size=4, prefix_caching=True),
+        workload=WorkloadConfig(lengths="constant", prompt_mean=5, output_mean=3, rate=1, num_requests=4),
+        system_prompts=SystemPrompts(count=1, tokens=8),
+    )
+    hurried = dataclasses.replace(calm, workload=dataclasses.replace(calm.workload, rate=2), server=SHORTEST)
+    found, _ = simulated([calm, hurried], tmp_path)
+    for values in (each["server"] for each in found):
+        assert values["hit_tokens"] == 3 * 8
+        assert values["stored_share"] == 3 * 8 / (3 * 8 + 13 + 3 * 5)
+    assert found[0]["server"]["makespan_s"] > 1.5 * found[1]["server"]["makespan_s"]
+
+
 def test_a_predictor_is_off_by_a_factor_of_so_many_bits():
     load = WorkloadConfig(lengths="constant", prompt_mean=4, output_mean=4096, rate=1, num_requests=4000)
     workload = load_workload(load, 8192, 0)
@@ -86,7 +103,8 @@ def test_a_predictor_is_off_by_a_factor_of_so_many_bits():
     [
         ({"server": dataclasses.replace(SMALL.server, policy=Policy(order="priority"))}, "server.policy: expected no"),
         ({"server": dataclasses.replace(SMALL.server, policy=Policy(victim="priority"))}, "server.policy: expected no"),
-        ({"memory": MemoryConfig(prefix_caching=True)}, "memory.prefix_caching: expected false"),
+        ({"memory": MemoryConfig(prefix_caching=True)}, "memory.prefix_caching: expected false where no prompts share"),
+        ({"system_prompts": SystemPrompts(0, 4)}, "system_prompts.count must be"),
         ({"prediction_error": 0.5}, "prediction_error: expected 0 with a policy that asks for no prediction, got 0.5"),
         ({"prediction_error": float("nan")}, "prediction_error: expected a number from 0 to below 8, got nan"),
         ({"slos": ("gpt4",)}, "slo: expected one of"),
