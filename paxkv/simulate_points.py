@@ -30,6 +30,8 @@ from paxkv.simulate import (
 )
 
 Tree = TypeVar("Tree")
+MOST_TOGETHER = 64
+"""Points that are on the devices at once, where the records of one take some megabytes."""
 
 
 class Point(NamedTuple):
@@ -83,7 +85,8 @@ def simulate_points(
     """Host side: what `simulate` gives for each point, bit for bit, from as few compiled programs as possible.
 
     Args:
-      points: in any order. Those that share a program are computed together, when the first of them is due.
+      points: in any order. Those that share a program are computed together, up to `MOST_TOGETHER`, when the first of
+        them is due.
       devices: to which they are dealt; all that JAX has if None.
       on_dispatch: called with the number of requests that have ended since it was called last.
 
@@ -102,7 +105,7 @@ def simulate_points(
     found: dict[int, Callable[[], Simulated]] = {}
     for place, point in enumerate(points):
         if place not in found:
-            alike = programs[program_of(point)]
+            alike = [other for other in programs[program_of(point)] if other >= place][:MOST_TOGETHER]
             together = _simulate([points[other] for other in alike], devices or jax.devices(), on_dispatch)
             found |= dict(zip(alike, together, strict=True))
         yield found.pop(place)()
@@ -147,32 +150,35 @@ def _simulate(
     if points[0].transcripts is not None:
         return [functools.partial(alone, point) for point in points]
     mesh = point_mesh(devices[: len(points)])
-    # Each device gets as many: what is missing is the last point again, of which nobody asks what came.
-    dealt = [*points, *[points[-1]] * (-len(points) % mesh.size)]
+    # Each device gets as many: what is missing is the last point again, of which nobody asks what came. Dealt in turn,
+    # as neighbours take about as long, and the ends of a sweep do not.
+    whole = [*points, *[points[-1]] * (-len(points) % mesh.size)]
+    places = np.arange(len(whole)).reshape(-1, mesh.size).T.reshape(-1)
+    dealt = [whole[place] for place in places]
     begun = [init_simulation(simulator, own.requests, own.simulator.memory.own_limits) for own in dealt]
     chosen = [choices(own.simulator.policy, among) for own in dealt]
     sharding = jax.NamedSharding(mesh, jax.P("points"))
     asked, simulations, choice = jax.device_put(
         (stack([own.requests for own in dealt]), stack(begun), stack(chosen)), sharding
     )
-    records, ended = [[] for _ in points], 0
+    records, ended, asked_for = [[] for _ in dealt], 0, places < len(points)
     while True:
         simulations = run_points(simulator, mesh, asked, simulations, choice)
         now = jax.tree.map(np.asarray, simulations)
-        for place, of_point in enumerate(records):
-            of_point.append(take_records(_at(now.records, place), int(now.count[place])))
-        before, ended = ended, int(np.sum(now.scheduler.progress.status[: len(points)] == Status.ENDED))
+        for slot, of_slot in enumerate(records):
+            of_slot.append(take_records(_at(now.records, slot), int(now.count[slot])))
+        before, ended = ended, int(np.sum(now.scheduler.progress.status[asked_for] == Status.ENDED))
         on_dispatch(ended - before)
         if not np.any((now.count >= simulator.max_records) & (now.halt == Halt.NONE)):
             break
 
-    def of_place(place: int) -> Simulated:
-        own: Simulation = _at(now, place)
+    def in_slot(slot: int) -> Simulated:
+        own: Simulation = _at(now, slot)
         require_sound(simulator, own)
-        steps = jax.tree.map(lambda *arrays: np.concatenate(arrays), *records[place])
+        steps = jax.tree.map(lambda *arrays: np.concatenate(arrays), *records[slot])
         return Simulated(steps, own.scheduler.progress, int(own.turns))
 
-    return [functools.partial(of_place, place) for place in range(len(points))]
+    return [functools.partial(in_slot, int(slot)) for slot in np.argsort(places)[: len(points)]]
 
 
 def _at(trees: Tree, place: int) -> Tree:
