@@ -13,23 +13,24 @@ and forecasts no server.
 import dataclasses
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import numpy as np
 import polars as pl
 
-from experiments import metrics, published, rate_figures
+from experiments import jax_setup, metrics, published, rate_figures
 from experiments.bootstrap import mean_interval
 from experiments.progress import Progress
 from experiments.published import Published
 from experiments.results import Results, Table, columns
 from experiments.run_directory import RunDirectory
-from experiments.simulation import Server, Simulated, make_simulator, simulate_workload, to_requests
+from experiments.simulation import Server, Simulated, make_simulator, to_requests, to_tables
 from experiments.workloads.config import WorkloadConfig, load_workload, with_sha256
 from experiments.workloads.workload import Workload
 from paxkv.config import MemoryConfig, MemoryKind
 from paxkv.simulate import Simulator
+from paxkv.simulate_points import Point, simulate_points
 from paxkv.sizes import require_int
 
 DESCRIPTION = "Normalised latency against request rate under each memory, and the rate that each sustains (modelled)."
@@ -78,6 +79,8 @@ class Config:
       limit_s: most normalised latency of a server that copes, in s.
       common_rate: in requests/s, one of every case's; the cases' running requests and memory are compared at it.
       cases: by name.
+      cpu_devices: that a CPU is made to look like; the rates of a case are dealt to them. Changes nothing but how long
+        that takes.
       rising: names of cases that must sustain more the later they stand; each is compared with those before it.
       published: what sources give.
     """
@@ -90,6 +93,7 @@ class Config:
     limit_s: float = 0.5
     common_rate: float = 1.0
     cases: dict[str, Case] = dataclasses.field(default_factory=dict)
+    cpu_devices: int = 1
     rising: tuple[str, ...] = ()
     published: tuple[Published, ...] = ()
 
@@ -100,6 +104,7 @@ def resolve(config: Config) -> Config:
     Raises:
       ValueError: naming the field, what was expected and what came.
     """
+    jax_setup.use_cpu_devices(require_int("cpu_devices", config.cpu_devices))
     require_int("num_seeds", config.num_seeds)
     if not 0 < config.limit_s < math.inf:
         raise ValueError(f"limit_s: expected a finite number above 0, got {config.limit_s}")
@@ -140,8 +145,7 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
         for seed in _seeds(config):
             part = run_dir.finished_part(_part(name, seed))
             if part is None:
-                with progress.task(_part(name, seed), total=len(case.rates)) as advance:
-                    curve, requests = _simulate_rates(config, simulator, case.rates, seed, advance)
+                curve, requests = _simulate_rates(config, simulator, case.rates, seed, progress, _part(name, seed))
                 with run_dir.part(_part(name, seed)) as part:
                     part.write_parquet("curve.parquet", curve)
                     part.write_parquet("requests.parquet", requests)
@@ -154,18 +158,19 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
 
 
 def _simulate_rates(
-    config: Config, simulator: Simulator, rates: Sequence[float], seed: int, advance: Callable[..., None]
+    config: Config, simulator: Simulator, rates: Sequence[float], seed: int, progress: Progress, name: str
 ) -> tuple[pl.DataFrame, pl.DataFrame]:
     """The curve of one seed, one row a rate, and all requests. Only arrivals differ from rate to rate."""
     budget_tokens = config.server.budget_tokens()
+    loads = [dataclasses.replace(config.workload, rate=rate) for rate in rates]
+    workloads = [load_workload(load, config.server.max_model_len, seed) for load in loads]
     points, requests = [], []
-    for rate in rates:
-        loaded = dataclasses.replace(config.workload, rate=rate)
-        workload = load_workload(loaded, config.server.max_model_len, seed)
-        simulated = simulate_workload(simulator, workload, to_requests(workload, seed))
-        points.append({"rate": rate, **measure(simulated, workload, budget_tokens)})
-        requests.append(simulated.requests.with_columns(rate=pl.lit(rate)))
-        advance(note=f"{rate:g}/s")
+    with progress.task(name, total=sum(workload.num_requests for workload in workloads)) as advance:
+        asked = [Point(simulator, to_requests(workload, seed)) for workload in workloads]
+        for rate, workload, found in zip(rates, workloads, simulate_points(asked, on_dispatch=advance), strict=True):
+            simulated = to_tables(simulator, workload, *found)
+            points.append({"rate": rate, **measure(simulated, workload, budget_tokens)})
+            requests.append(simulated.requests.with_columns(rate=pl.lit(rate)))
     return pl.DataFrame(points), pl.concat(requests)
 
 

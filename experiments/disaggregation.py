@@ -18,7 +18,15 @@ from experiments import files, metrics, plots, slo
 from experiments.progress import Progress
 from experiments.results import Results, Table, columns
 from experiments.run_directory import RunDirectory
-from experiments.simulation import Server, make_simulator, simulate_workload, to_requests
+from experiments.simulation import (
+    Kept,
+    Server,
+    Simulated,
+    make_simulator,
+    simulate_workload,
+    simulated_part,
+    to_requests,
+)
 from experiments.workloads.config import WorkloadConfig, load_workload, with_sha256
 from experiments.workloads.workload import Workload
 from pallas_kernels.targets import TARGETS
@@ -139,17 +147,13 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
     workload = load_workload(config.workload, longest, config.seed)
     run_dir.add_manifest(workload=dataclasses.asdict(workload.provenance))
 
-    def serve(name: str, server: Server, asked: Workload, **labels: Any) -> tuple[pl.DataFrame, pl.DataFrame]:
-        part = run_dir.finished_part(name)
-        if part is None:
+    def serve(name: str, server: Server, asked: Workload, **labels: Any) -> Kept:
+        def simulate() -> Simulated:
             simulator = make_simulator(server, config.memory)
             with progress.task(name, total=asked.num_requests) as advance:
-                simulated = simulate_workload(simulator, asked, to_requests(asked, config.seed, **labels), advance)
-            with run_dir.part(name) as part:
-                part.write_parquet("steps.parquet", simulated.steps)
-                part.write_parquet("requests.parquet", simulated.requests)
-            part = run_dir.require_part(name)
-        return part.read_parquet("steps.parquet"), part.read_parquet("requests.parquet")
+                return simulate_workload(simulator, asked, to_requests(asked, config.seed, **labels), advance)
+
+        return simulated_part(run_dir, name, simulate)
 
     results: dict[str, dict[str, Any]] = {}
     served: dict[str, pl.DataFrame] = {}

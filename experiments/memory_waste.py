@@ -6,6 +6,7 @@ modelled, which hardly matters here: memory is a matter of lengths.
 """
 
 import dataclasses
+import functools
 import pathlib
 import statistics
 from typing import Any, Literal
@@ -18,7 +19,7 @@ from experiments.progress import Progress
 from experiments.published import Published
 from experiments.results import Results, Table, columns
 from experiments.run_directory import RunDirectory
-from experiments.simulation import Server, make_simulator, simulate_load
+from experiments.simulation import Server, make_simulator, simulate_load, simulated_part
 from experiments.workloads.config import WorkloadConfig, with_sha256
 from paxkv.config import MemoryConfig
 from paxkv.sizes import require_int
@@ -113,14 +114,9 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
     for name, case in config.cases.items():
         simulator = make_simulator(server, case.memory)
         for seed in _seeds(config):
-            part = run_dir.finished_part(_part(name, seed))
-            if part is None:
-                simulated = simulate_load(server, simulator, case.workload, seed, progress, _part(name, seed))
-                with run_dir.part(_part(name, seed)) as part:
-                    part.write_parquet("steps.parquet", simulated.steps)
-                    part.write_parquet("requests.parquet", simulated.requests)
-                part = run_dir.require_part(_part(name, seed))
-            rows.append({"case": name, "seed": seed, **measure(part.read_parquet("steps.parquet"), budget_tokens)})
+            asked = (server, simulator, case.workload, seed, progress, _part(name, seed))
+            kept = simulated_part(run_dir, _part(name, seed), functools.partial(simulate_load, *asked))
+            rows.append({"case": name, "seed": seed, **measure(kept.steps, budget_tokens)})
     table = pl.DataFrame(rows)
     run_dir.write_parquet("shares.parquet", table)
     return published.compared(_results(config, table), config.published)

@@ -57,6 +57,7 @@ EXPERIMENTS: Mapping[str, str] = {
     "preemption": "experiments.preemption",
     "prefix_sharing": "experiments.prefix_sharing",
     "sharded_serving": "experiments.sharded_serving",
+    "simulated_server": "experiments.simulated_server",
     "simulator_bench": "experiments.simulator_bench",
     "vattention": "experiments.vattention",
     "vattention_serving": "experiments.vattention_serving",

@@ -10,6 +10,7 @@ import polars as pl
 
 from experiments.cost_config import CostConfig, make_cost
 from experiments.progress import Progress as ProgressBars
+from experiments.run_directory import RunDirectory
 from experiments.serving import TICK_MS, step_table
 from experiments.workloads.config import WorkloadConfig, load_workload
 from experiments.workloads.workload import Workload
@@ -77,6 +78,13 @@ class Simulated(NamedTuple):
     turns: int  # strides in which the steps were taken
 
 
+class Kept(NamedTuple):
+    """What a part of a run keeps of a simulation."""
+
+    steps: pl.DataFrame
+    requests: pl.DataFrame
+
+
 def make_simulator(server: Server, memory: MemoryConfig) -> Simulator:
     """The server with one memory.
 
@@ -107,6 +115,18 @@ def simulate_load(
     workload = load_workload(load, server.max_model_len, seed)
     with progress.task(name, total=workload.num_requests) as advance:
         return simulate_workload(simulator, workload, to_requests(workload, seed), advance)
+
+
+def simulated_part(run_dir: RunDirectory, name: str, simulate: Callable[[], Simulated]) -> Kept:
+    """The tables of a part of a run, simulated unless the part is finished."""
+    part = run_dir.finished_part(name)
+    if part is None:
+        simulated = simulate()
+        with run_dir.part(name) as part:
+            part.write_parquet("steps.parquet", simulated.steps)
+            part.write_parquet("requests.parquet", simulated.requests)
+        part = run_dir.require_part(name)
+    return Kept(part.read_parquet("steps.parquet"), part.read_parquet("requests.parquet"))
 
 
 def simulate_workload(

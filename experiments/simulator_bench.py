@@ -6,11 +6,9 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import polars as pl
 
@@ -25,8 +23,9 @@ from paxkv.config import MemoryConfig
 from paxkv.memory import limits
 from paxkv.policy import Policy, choices
 from paxkv.requests import Reason
-from paxkv.simulate import Simulation, Simulator, init_simulation, require_sound, run_points, take_records
+from paxkv.simulate import Simulation, Simulator, init_simulation, require_sound, take_records
 from paxkv.simulate import run as run_simulation
+from paxkv.simulate_points import point_mesh, run_points, stack
 from paxkv.sizes import require_int
 
 DESCRIPTION = "Simulating a whole trace: seconds, requests and steps a second, and what a sweep costs beside one run."
@@ -49,7 +48,6 @@ GLOSSARY = {
     "makespan_s": "modelled time from the first arrival to the last token",
 }
 MODELLED = frozenset({"makespan_s"})
-T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +110,7 @@ def resolve(config: Config) -> Config:
     if config.memory.kind != "paged" or config.memory.num_blocks is None:
         raise ValueError("memory: expected kind: paged with num_blocks, which the sweep varies, got another")
     own = _points(config.sweep)[0]
-    watermark = make_simulator(config.server, config.memory).memory.init().limits.watermark
+    watermark = make_simulator(config.server, config.memory).memory.own_limits.watermark
     for name, first, wanted in (
         ("num_blocks", own[0], config.memory.num_blocks),
         ("watermarks", own[1], int(watermark)),
@@ -220,10 +218,10 @@ def _time_sweep(
     simulator: Simulator, workload: Workload, config: Config, run_dir: RunDirectory, alone: str
 ) -> dict[str, Any]:
     points, begun = _points(config.sweep), []
-    devices = np.array(jax.devices()[: config.cpu_devices])
+    devices = jax.devices()[: config.cpu_devices]
     if len(points) % len(devices):
         raise ValueError(f"sweep: expected a multiple of {len(devices)} points, one share a device, got {len(points)}")
-    mesh = jax.sharding.Mesh(devices, ("points",), axis_types=(jax.sharding.AxisType.Explicit,))
+    mesh = point_mesh(devices)
     by_scale = {
         scale: to_requests(dataclasses.replace(workload, arrival_ms=workload.arrival_ms * scale), config.seed)
         for scale in config.sweep.time_scales
@@ -232,7 +230,7 @@ def _time_sweep(
     chosen = [choices(policy, config.sweep.policies) for _, _, policy, _ in points]
     for (num_blocks, watermark, _, _), asked in zip(points, requests, strict=True):
         begun.append(init_simulation(simulator, asked, limits(num_blocks, watermark)))
-    placed = jax.device_put((_stack(requests), _stack(begun), _stack(chosen)), jax.NamedSharding(mesh, jax.P("points")))
+    placed = jax.device_put((stack(requests), stack(begun), stack(chosen)), jax.NamedSharding(mesh, jax.P("points")))
     begin = time.perf_counter()
     compiled = run_points.lower(simulator, mesh, *placed).compile()
     compile_s = time.perf_counter() - begin
@@ -266,10 +264,6 @@ def _time_sweep(
         "sweep_compile_s": compile_s,
         "swept_equal": rows[0]["digest"] == alone,
     }
-
-
-def _stack(trees: Sequence[T]) -> T:
-    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
 def _digest(simulation: Simulation) -> str:

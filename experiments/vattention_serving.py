@@ -7,6 +7,7 @@ step that only decodes, what is waited for is what nobody mapped ahead.
 """
 
 import dataclasses
+import functools
 import pathlib
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -20,7 +21,7 @@ from experiments.progress import Progress
 from experiments.published import Published
 from experiments.results import Results, Table, label
 from experiments.run_directory import RunDirectory
-from experiments.simulation import Server, make_simulator, simulate_load
+from experiments.simulation import Server, make_simulator, simulate_load, simulated_part
 from experiments.vattention_sizes import require_call_us
 from experiments.workloads.config import WorkloadConfig, with_sha256
 from paxkv.config import MemoryConfig
@@ -114,14 +115,8 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
     waits = []
     for server, memory in _cases(config):
         simulator, name = _simulator(config, server, memory), f"{server}-{memory}"
-        part = run_dir.finished_part(name)
-        if part is None:
-            simulated = simulate_load(config.servers[server], simulator, config.workload, config.seed, progress, name)
-            with run_dir.part(name) as part:
-                part.write_parquet("steps.parquet", simulated.steps)
-                part.write_parquet("requests.parquet", simulated.requests)
-            part = run_dir.require_part(name)
-        steps, requests = part.read_parquet("steps.parquet"), part.read_parquet("requests.parquet")
+        asked = (config.servers[server], simulator, config.workload, config.seed, progress, name)
+        steps, requests = simulated_part(run_dir, name, functools.partial(simulate_load, *asked))
         token_bytes = config.servers[server].shape().token_bytes
         found[f"{server}/{memory}"] = measure(simulator, steps, requests, token_bytes)
         waited = steps.filter(pl.col("sync_map_calls") > 0)

@@ -131,10 +131,17 @@ class VAttention(SharesNothing):
         token, page = self._ratio
         return jnp.minimum(state.mapped * page // token, self.max_len)
 
+    @property
+    def own_limits(self) -> Limits:
+        return make_limits(self.num_groups, self.watermark_groups)
+
+    def with_units(self, units: int) -> "VAttention":
+        return dataclasses.replace(self, num_groups=units, watermark_groups=0)
+
     def init(self, limits: Limits | None = None) -> VAttentionState:
         return VAttentionState(
             seqs=init_seqs(self.rows),
-            limits=limits or make_limits(self.num_groups, self.watermark_groups),
+            limits=limits or self.own_limits,
             mapped=jnp.zeros(self.rows, jnp.int32),
             calls=no_map_calls(),
         )

@@ -17,7 +17,7 @@ from paxkv.memory import Content
 from paxkv.outcomes import Outcome, record, select_outcome
 from paxkv.paged_state import PagedState, required
 from paxkv.prefix_cache import BROKEN
-from paxkv.seqs import blame, lowest_free_row, occupy
+from paxkv.seqs import blame, lowest_free_row, occupy, vacate
 
 if TYPE_CHECKING:
     from paxkv.paged import Paged
@@ -179,6 +179,46 @@ def reorder(memory: "Paged", state: PagedState, sources: Int32[Array, " rows"]) 
         pool=pool,
         tables=jax.tree.map(take_over, state.tables, tuple(taken)),
         chains=jax.tree.map(lambda leaf: leaf[source], state.chains),
+    )
+
+
+def release(memory: "Paged", state: PagedState, rows: Bool[Array, " rows"]) -> PagedState:
+    """Ends sequences, one row at a time: few end in a step, and a pass over all tables would cost as much as all rows.
+
+    The rows are read in one loop and cleared in the next: a loop that did both would copy all tables to keep a row.
+    """
+    seqs, released = vacate(state.seqs, rows)
+
+    def return_one(carry: tuple) -> tuple:
+        pool, todo, bad = carry
+        row = jnp.argmax(todo)
+        ids = jnp.concatenate([table.ids[row] for table in state.tables])
+        pool, ok = memory.give_back(pool, ids, distinct=True)
+        return pool, todo.at[row].set(False), bad.at[row].set(~ok)
+
+    def clear_one(carry: tuple) -> tuple:
+        tables, todo = carry
+        row = jnp.argmax(todo)
+        return tuple(ids.at[row].set(memory.num_blocks) for ids in tables), todo.at[row].set(False)
+
+    pool, left, bad = jax.lax.while_loop(
+        lambda carry: jnp.any(carry[1]), return_one, (state.pool, released, jnp.zeros_like(released))
+    )
+    # `left` is empty. It only tells the compiler that the second loop comes after the first.
+    ids, _ = jax.lax.while_loop(
+        lambda carry: jnp.any(carry[1]),
+        clear_one,
+        (tuple(table.ids for table in state.tables), released & ~left),
+    )
+    return dataclasses.replace(
+        state,
+        seqs=dataclasses.replace(seqs, faults=record(seqs.faults, Outcome.DOUBLE_FREE, bad)),
+        pool=pool,
+        tables=tuple(
+            BlockTable(i, jnp.where(released, 0, table.first), jnp.where(released, 0, table.end))
+            for i, table in zip(ids, state.tables, strict=True)
+        ),
+        chains=None if state.chains is None else chains.clear_chains(state.chains, released),
     )
 
 

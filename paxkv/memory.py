@@ -173,8 +173,17 @@ class KVMemory(Protocol[State]):
         """The layers that see the same tokens, group by group: one of all layers unless some have a window."""
         ...
 
+    @property
+    def own_limits(self) -> Limits:
+        """All units, and the watermark that the memory was made with."""
+        ...
+
+    def with_units(self, units: int) -> "KVMemory[State]":
+        """The same memory of another size and without a watermark, both of which `limits` can say instead."""
+        ...
+
     def init(self, limits: Limits | None = None) -> State:
-        """The empty memory; all of it may be used unless `limits` says otherwise."""
+        """The empty memory; `own_limits` hold unless `limits` says otherwise."""
         ...
 
     def seqs(self, state: State) -> Seqs:
@@ -200,6 +209,11 @@ class KVMemory(Protocol[State]):
 
     def available(self, state: State) -> Int32[Array, ""]:
         """Units that the sequences in flight can still get without a release."""
+        ...
+
+    @property
+    def has_steady_steps(self) -> bool:
+        """Whether `steady_steps` may be asked: not of a memory that publishes, copies or gives back in any step."""
         ...
 
     def steady_steps(self, state: State, grows: Bool[Array, " rows"], steps: Int32[Array, ""]) -> Int32[Array, ""]:
@@ -362,6 +376,10 @@ class SharesNothing:
     def of_group(self, state: State, group: int) -> State:
         del group
         return state
+
+    @property
+    def has_steady_steps(self) -> bool:
+        return True
 
     @property
     def publishes(self) -> None:

@@ -14,18 +14,18 @@ from pallas_kernels.paged_attention import paged_attention
 from paxkv import block_tables, chains, lifecycle, prefix_cache, publishing, sharing, swap, swap_state
 from paxkv.admission import Hit, adopt, look_up, no_hit
 from paxkv.block_pool import BlockPool, give_back, init_block_pool, mark_kept, may_have_content, of_use, take
-from paxkv.block_tables import BlockTable, blocks_for
+from paxkv.block_tables import blocks_for
 from paxkv.cache_stats import no_stats
 from paxkv.control_flow import run_if
 from paxkv.growth import grow
 from paxkv.kv_cache import AttentionSpec, KVCache, KVPool, copy_blocks, from_bits, to_bits
 from paxkv.memory import Ask, Content, Limits, MapCalls, Usage, no_map_calls, require_int32, usage_of_rows
 from paxkv.memory import limits as make_limits
-from paxkv.outcomes import Outcome, record, select_outcome
+from paxkv.outcomes import Outcome, select_outcome
 from paxkv.paged_state import PagedState, required
-from paxkv.pool_metrics import usage_of_blocks
+from paxkv.pool_metrics import usage_of_blocks, usage_of_cached
 from paxkv.prefix_cache import PrefixCache
-from paxkv.seqs import Seqs, advance, check_append, init_seqs, longer, lowest_free_row, occupy, vacate
+from paxkv.seqs import Seqs, advance, check_append, init_seqs, longer, lowest_free_row, occupy
 from paxkv.sizes import require_bool, require_int
 from paxkv.swap_state import Moves
 from paxkv.windows import Group
@@ -126,8 +126,15 @@ class Paged:
         """Tokens of which every hit is a multiple."""
         return math.lcm(*(group.block_size for group in self.layer_groups))
 
+    @property
+    def own_limits(self) -> Limits:
+        return make_limits(self.num_blocks, self.watermark_blocks)
+
+    def with_units(self, units: int) -> "Paged":
+        return dataclasses.replace(self, num_blocks=units, watermark_blocks=0)
+
     def init(self, limits: Limits | None = None) -> PagedState:
-        limits = limits or make_limits(self.num_blocks, self.watermark_blocks)
+        limits = limits or self.own_limits
         groups = self.layer_groups
         widest = max(group.block_size for group in groups)
         state = PagedState(
@@ -237,9 +244,11 @@ class Paged:
     def available(self, state: PagedState) -> Int32[Array, ""]:
         return state.pool.num_free
 
+    @property
+    def has_steady_steps(self) -> bool:
+        return self.cache is None and not self.forks and all(group.sees_all for group in self.layer_groups)
+
     def steady_steps(self, state: PagedState, grows: Bool[Array, " rows"], steps: Int32[Array, ""]) -> Int32[Array, ""]:
-        if self.cache is not None or self.forks or not all(group.sees_all for group in self.layer_groups):
-            return jnp.int32(0)  # tokens are published, blocks copied or given back from step to step
         demand = self.demand(state, state.seqs.lengths + jnp.where(grows, steps, 0))
         return jnp.where(jnp.sum(demand) <= self.available(state), steps, 0)
 
@@ -401,43 +410,7 @@ class Paged:
         return publishing.publish(self, state, tokens, cu_lens, max_new_tokens)
 
     def release(self, state: PagedState, rows: Bool[Array, " rows"]) -> PagedState:
-        """One row at a time: few rows end in a step, and a pass over all tables would cost as much as all of them.
-
-        The rows are read in one loop and cleared in the next: a loop that did both would copy all tables to keep a row.
-        """
-        seqs, released = vacate(state.seqs, rows)
-
-        def return_one(carry: tuple) -> tuple:
-            pool, todo, bad = carry
-            row = jnp.argmax(todo)
-            ids = jnp.concatenate([table.ids[row] for table in state.tables])
-            pool, ok = self.give_back(pool, ids, distinct=True)
-            return pool, todo.at[row].set(False), bad.at[row].set(~ok)
-
-        def clear_one(carry: tuple) -> tuple:
-            tables, todo = carry
-            row = jnp.argmax(todo)
-            return tuple(ids.at[row].set(self.num_blocks) for ids in tables), todo.at[row].set(False)
-
-        pool, left, bad = jax.lax.while_loop(
-            lambda carry: jnp.any(carry[1]), return_one, (state.pool, released, jnp.zeros_like(released))
-        )
-        # `left` is empty. It only tells the compiler that the second loop comes after the first.
-        ids, _ = jax.lax.while_loop(
-            lambda carry: jnp.any(carry[1]),
-            clear_one,
-            (tuple(table.ids for table in state.tables), released & ~left),
-        )
-        return dataclasses.replace(
-            state,
-            seqs=dataclasses.replace(seqs, faults=record(seqs.faults, Outcome.DOUBLE_FREE, bad)),
-            pool=pool,
-            tables=tuple(
-                BlockTable(i, jnp.where(released, 0, table.first), jnp.where(released, 0, table.end))
-                for i, table in zip(ids, state.tables, strict=True)
-            ),
-            chains=None if state.chains is None else chains.clear_chains(state.chains, released),
-        )
+        return lifecycle.release(self, state, rows)
 
     def background(self, state: PagedState) -> PagedState:
         return lifecycle.free_out_of_view(self, state)
@@ -480,10 +453,12 @@ class Paged:
         )
 
     def usage(self, state: PagedState, final_lengths: Int32[Array, " rows"]) -> Usage:
-        if self.cache is None and not self.forks and not self.groups:
-            given = self.held(state) * self.block_size
-            return usage_of_rows(state.limits.units * self.block_size, state.seqs, given, given, final_lengths)
-        return usage_of_blocks(self, state, final_lengths)
+        if self.forks or self.groups:
+            return usage_of_blocks(self, state, final_lengths)
+        if self.cache is not None:
+            return usage_of_cached(self, state, final_lengths)
+        given = self.held(state) * self.block_size
+        return usage_of_rows(state.limits.units * self.block_size, state.seqs, given, given, final_lengths)
 
     def owners(self, state: PagedState) -> Int32[Array, " units"]:
         owner = jnp.full(self.num_blocks, self.rows, jnp.int32)

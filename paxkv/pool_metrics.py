@@ -11,8 +11,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float32, Int32
 
-from paxkv.memory import Usage
-from paxkv.paged_state import PagedState
+from paxkv.memory import Usage, usage_of_rows
+from paxkv.paged_state import PagedState, required
 from paxkv.sizes import require_int
 
 if TYPE_CHECKING:
@@ -165,6 +165,29 @@ def observe_lifetimes(lifetimes: Lifetimes, before: PagedState, after: PagedStat
         held=_add_to_bins(lifetimes.held, time, was_held & ~is_held),
         idle_until_hit=_add_to_bins(lifetimes.idle_until_hit, time, idle & kept & is_held),
         idle_until_lost=_add_to_bins(lifetimes.idle_until_lost, time, idle & ~kept),
+    )
+
+
+def usage_of_cached(memory: "Paged", state: PagedState, final_lengths: Int32[Array, " rows"]) -> Usage:
+    """What `usage_of_blocks` counts, without a look at each table, where sequences share full blocks and no others.
+
+    So it is with a prefix cache alone, and one group of layers: whoever shares a block has filled it, so that each
+    reference beyond the first is a block of tokens that is not there twice.
+    """
+    given = memory.held(state) * memory.block_size
+    capacity = memory.block_size * state.limits.units
+    alone = usage_of_rows(capacity, state.seqs, given, given, final_lengths)
+    named = _count(state.pool.ref_counts > required(state.pins))
+    saved = jnp.sum(given) - memory.block_size * named
+    held = capacity - memory.block_size * state.pool.num_free
+    tokens = alone.tokens - saved
+    return Usage(
+        tokens=tokens,
+        reserved=alone.reserved,
+        internal=held - tokens - alone.reserved,
+        external=capacity - held,
+        allocated=held,
+        saved=saved,
     )
 
 

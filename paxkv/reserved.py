@@ -84,11 +84,18 @@ class Reserved(SharesNothing):
     def num_units(self) -> int:
         return self.num_slots // self.min_block
 
+    @property
+    def own_limits(self) -> Limits:
+        return make_limits(self.num_units)
+
+    def with_units(self, units: int) -> "Reserved":
+        return dataclasses.replace(self, num_slots=units * self.min_block)
+
     def init(self, limits: Limits | None = None) -> ReservedState:
         zeros = jnp.zeros(self.rows, jnp.int32)
         return ReservedState(
             seqs=init_seqs(self.rows),
-            limits=limits or make_limits(self.num_units),
+            limits=limits or self.own_limits,
             starts=zeros,
             sizes=jnp.zeros_like(zeros),
             orders=jnp.zeros_like(zeros),

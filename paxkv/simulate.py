@@ -142,50 +142,6 @@ def run(
       transcripts: prompt and output of each request, all that it will come to; needed if memory shares what is equal.
       choice: the policy as values, instead of the simulator's.
     """
-    return _run(simulator, requests, simulation, transcripts, choice)
-
-
-@jax.jit(static_argnames=("simulator", "mesh"), donate_argnames="simulations")
-def run_points(
-    simulator: Simulator, mesh: jax.sharding.Mesh, requests: Requests, simulations: Simulation, choice: Choices
-) -> Simulation:
-    """The same for several points of a sweep, dealt to devices, one after another on each: one compiled program.
-
-    Not a batch: what branches or loops over a batch has to select from the whole state at each turn.
-
-    Args:
-      simulator: the server.
-      mesh: devices along one axis, as many as divide the number of points.
-      requests: of each point, with a leading axis of points; so are all that follow.
-      simulations: where each stands.
-      choice: the policy of each.
-
-    Raises:
-      ValueError: the devices do not divide the points.
-    """
-    if choice.order.ndim != 1 or choice.order.size % mesh.size:
-        shape = list(choice.order.shape)
-        raise ValueError(f"choice: expected a leading axis of points, a multiple of {mesh.size} devices, got {shape}")
-    axis = jax.P(mesh.axis_names[0])
-
-    def here(points: tuple) -> Simulation:
-        def one(point: tuple) -> Simulation:
-            requests, simulation, choice = point
-            return _run(simulator, requests, simulation, None, choice)
-
-        return jax.lax.map(one, points)
-
-    points = jax.reshard((requests, simulations, choice), jax.NamedSharding(mesh, axis))
-    return jax.shard_map(here, mesh=mesh, in_specs=axis, out_specs=axis, check_vma=False)(points)
-
-
-def _run(
-    simulator: Simulator,
-    requests: Requests,
-    simulation: Simulation,
-    transcripts: Int32[Array, "requests width"] | None,
-    choice: Choices | None,
-) -> Simulation:
     policy = choices(simulator.policy) if choice is None else choice
 
     def goes_on(now: Simulation) -> Bool[Array, ""]:
@@ -285,7 +241,7 @@ def _turn(
     nothing = (first.new_tokens == 0) & no_decision & ((first.ticks == 0) | (first.running > 0))
     halt = jnp.where(after.clock < before.clock, Halt.CLOCK, jnp.where(nothing, Halt.STUCK, Halt.NONE))
     records, more = jax.tree.map(lambda leaf: leaf[None], first), jnp.int32(0)
-    if simulator.max_stride > 1:
+    if simulator.max_stride > 1 and simulator.memory.has_steady_steps:
         after, following, more = _stride(simulator, requests, after, plan)
         records = jax.tree.map(lambda one, rest: jnp.concatenate([one, rest]), records, following)
     return Simulation(

@@ -4,7 +4,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
-StreamName = Literal["arrivals", "lengths", "tokens"]
+StreamName = Literal["arrivals", "lengths", "tokens", "predictions"]
 _STREAMS = get_args(StreamName)  # a stream is known by its place here: append, never reorder
 
 

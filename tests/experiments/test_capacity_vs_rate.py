@@ -15,7 +15,7 @@ from experiments.run_directory import RunDirectory
 from experiments.simulation import Server
 from experiments.workloads import WorkloadConfig, load_workload
 from paxkv.config import MemoryConfig
-from paxkv.simulate import run
+from paxkv.simulate_points import run_points
 
 CONFIG = pathlib.Path(__file__).parents[2] / "configs/capacity_vs_rate/sharegpt.yaml"
 # Room for one request: who comes while it runs waits for its end, 8 steps of 5 ms after its start.
@@ -53,9 +53,9 @@ def waited(rate, seed):
 
 
 def test_a_curve_is_that_of_its_queue_and_all_of_it_is_one_program(tmp_path):
-    compiled = run._cache_size()
+    compiled = run_points._cache_size()
     found = simulated(QUEUE, tmp_path / "run")
-    assert run._cache_size() == compiled + 1
+    assert run_points._cache_size() == compiled + 1
     rates = QUEUE.cases["one"].rates
     by_seed = [[waited(rate, seed) for rate in rates] for seed in (0, 1)]
     curve = [found[f"one/{rate}"]["normalized_latency_s"] for rate in rates]

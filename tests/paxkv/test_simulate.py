@@ -18,7 +18,7 @@ from paxkv.policy import FIRST_COME, Policy, choices
 from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import TICK_US, Reason, Status, make_requests
 from paxkv.reserved import Reserved
-from paxkv.simulate import Simulator, init_simulation, run, run_points, simulate
+from paxkv.simulate import Simulator, init_simulation, run, simulate
 from tests.paxkv import fake_model, unchecked
 from tests.paxkv.oracles.caches import filled_cache
 from tests.paxkv.oracles.jitted import quickly
@@ -132,39 +132,6 @@ def test_a_record_that_fills_its_room_goes_on_in_the_next_dispatch():
     pieces = simulate(simulator("paged", 6, max_records=10), requests)
     assert len(whole.steps.clock) > 30
     assert leaves(whole) == leaves(pieces)
-
-
-def test_a_smaller_budget_is_a_value_to_the_same_program():
-    small = Paged(rows=5, max_len=MAX_LEN, block_size=3, num_blocks=15, watermark_blocks=2)
-    requests = on_device(random_workload(8))
-    alone = simulate(Simulator(small, BUDGET, COST), requests)
-    assert leaves(alone) == leaves(simulate(simulator("paged", 6), requests, limits(15, 2)))
-    assert leaves(alone) != leaves(simulate(simulator("paged", 6), requests))
-
-
-def test_points_of_a_sweep_are_what_they_are_alone():
-    server = simulator("paged", 6)
-    points = [
-        (random_workload(seed), policy, units)
-        for seed, policy, units in zip(range(4), [*POLICIES, FIRST_COME], [20, 14, 17, 15], strict=True)
-    ]
-    devices = np.array(jax.devices()[:1])
-    mesh = jax.sharding.Mesh(devices, ("points",), axis_types=(jax.sharding.AxisType.Explicit,))
-
-    def stack(trees):
-        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
-
-    requests = [on_device(workload) for workload, _, _ in points]
-    chosen = [choices(policy, POLICIES) for _, policy, _ in points]
-    begun = [init_simulation(server, r, limits(units, 1)) for r, (_, _, units) in zip(requests, points, strict=True)]
-    together = run_points(server, mesh, stack(requests), stack(begun), stack(chosen))
-    for i, (_, _, units) in enumerate(points):
-        alone = simulate(server, requests[i], limits(units, 1), choice=chosen[i])
-        count = int(together.count[i])
-        assert count == len(alone.steps.clock)
-        here = jax.tree.map(lambda leaf, i=i, n=count: np.asarray(leaf)[i, :n], together.records)
-        assert [leaf.tolist() for leaf in jax.tree.leaves(here)] == [x.tolist() for x in jax.tree.leaves(alone.steps)]
-        assert together.scheduler.progress.ended_at[i].tolist() == alone.progress.ended_at.tolist()
 
 
 # Prompts 0, 1 and 4 begin alike.
@@ -286,14 +253,6 @@ def test_limits_that_the_memory_does_not_have_are_refused(units, watermark, mess
 def test_a_program_is_asked_for_no_policy_that_it_may_not_hold():
     with pytest.raises(ValueError, match=r"among: expected every policy that is chosen, got 1 .*shortest"):
         choices(POLICIES[1], (FIRST_COME,))
-
-
-def test_points_without_an_axis_of_points_are_refused():
-    one = make_requests(None, np.array([3]), np.array([2]), np.zeros(1), seed=0)
-    server = simulator("paged", 6)
-    mesh = jax.sharding.Mesh(jax.devices()[:1], ("points",), axis_types=(jax.sharding.AxisType.Explicit,))
-    with pytest.raises(ValueError, match="choice: expected a leading axis of points, a multiple of 1 devices"):
-        run_points(server, mesh, one, init_simulation(server, one), choices(FIRST_COME))
 
 
 def test_what_needs_logits_is_refused():

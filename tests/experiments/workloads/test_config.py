@@ -78,7 +78,7 @@ def test_more_requests_continue_the_same_ones():
 def test_streams_and_their_keys_are_apart():
     draws = [stream(0, name, *key).random() for name in ("arrivals", "lengths", "tokens") for key in ((), (0,), (1,))]
     assert len(set(draws)) == 9
-    with pytest.raises(ValueError, match="name must be one of arrivals, lengths, tokens, got 'token'"):
+    with pytest.raises(ValueError, match="name must be one of arrivals, lengths, tokens, predictions, got 'token'"):
         stream(0, "token")
     with pytest.raises(ValueError, match="must not be negative"):
         stream(-1, "tokens")

@@ -156,7 +156,11 @@ class Operations:
         return state.pool.ref_counts
 
     def observe(self, state, new_lengths):
-        return self.memory.demand(state, new_lengths), checks.violations(self.memory, state)
+        final = jnp.where(state.seqs.active, state.seqs.lengths + 3, 0)
+        used, counted = self.memory.usage(state, final), pool_metrics.usage_of_blocks(self.memory, state, final)
+        differ = jax.tree.leaves(jax.tree.map(lambda a, b: (a != b).astype(jnp.int32), used, counted))
+        violations = checks.violations(self.memory, state) | {"usage_is_what_its_blocks_say": sum(differ)}
+        return self.memory.demand(state, new_lengths), violations
 
 
 @functools.cache
