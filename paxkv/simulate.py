@@ -301,7 +301,9 @@ def _stride(
     left = jnp.minimum(by_row(requests.output_lens, row_request, _FOREVER) - generated, memory.max_len - known)
     following = first_waiting(requests, state, state.arrived)
     arrival = requests.arrivals.at[following].get(mode="fill", fill_value=_FOREVER)
-    before_arrival = jnp.sum((starts < arrival) & (ends > starts), dtype=jnp.int32)
+    # The steps up to the first that begins too late, or in which the clock passes what int32 can count.
+    in_time = (starts < arrival) & (ends > starts)
+    before_arrival = jnp.sum(jnp.cumprod(in_time.astype(jnp.int32)))
     # Whoever samples now has caught up, and whoever waits will be told to wait again as long as nobody leaves.
     all_decode = jnp.all(jnp.where(running, plan.samples, ~plan.samples)) & jnp.any(running)
     is_steady = all_decode & plan.closed

@@ -32,6 +32,7 @@ from tests.paxkv import (
     test_paged,
     test_roofline,
     test_simulate,
+    test_simulate_points,
     test_steps,
     test_usage,
 )
@@ -59,7 +60,7 @@ MAPPED = each(SIM, "vattention")
 SYNC = each(SIM, "vattention_sync")
 RESERVED = each(SIM, "reserved")
 CLOCK = test_simulate.test_a_clock_that_runs_out_and_a_fault_of_memory_are_told
-SMALLER = test_simulate.test_a_smaller_budget_is_a_value_to_the_same_program
+SMALLER = each(test_simulate_points.test_points_that_share_a_program_are_what_they_are_alone, "paged")
 ROOFLINE = every(test_roofline)
 DURATIONS = every(test_durations)
 
@@ -69,7 +70,12 @@ def costs() -> None:
     test_cost_model.test_a_cost_beyond_an_hour_is_refused("swap_block_ns")
 
 
-USAGE = every(test_usage)
+def used() -> None:
+    every(test_usage)()
+    for forks in (False, True):
+        test_usage.test_a_block_that_only_a_pin_holds_is_allocated_and_holds_no_token_of_a_sequence(forks)
+
+
 STEP = test_steps.test_blocks_that_go_out_and_those_that_come_back_are_counted_apart_and_paid_for_together
 
 
@@ -213,14 +219,26 @@ MISTAKES = {
     ),
     # ---- memories that look ahead ----
     "more than there is": (paged, PAGED, "jnp.where(jnp.sum(demand) <= self.available(state), steps, 0)", "steps"),
-    "strides of a cache": (paged, is_steady, "if self.cache is not None or self.forks or", "if self.forks or"),
+    "strides of a cache": (
+        paged,
+        is_steady,
+        "return self.cache is None and not self.forks and",
+        "return not self.forks and",
+    ),
     "strides of forks": (
         paged,
         is_steady,
-        "if self.cache is not None or self.forks or",
-        "if self.cache is not None or",
+        "return self.cache is None and not self.forks and",
+        "return self.cache is None and",
     ),
-    "strides of a window": (paged, is_steady, " or not all(group.sees_all for group in self.layer_groups):", ":"),
+    "strides of a window": (paged, is_steady, " and all(group.sees_all for group in self.layer_groups)", ""),
+    "a shared block counts for each": (pool_metrics, used, "tokens = alone.tokens - saved", "tokens = alone.tokens"),
+    "pins are references of rows": (
+        pool_metrics,
+        used,
+        "state.pool.ref_counts > required(state.pins)",
+        "state.pool.ref_counts > 0",
+    ),
     "tables stay": (
         paged,
         PAGED,
@@ -251,7 +269,7 @@ MISTAKES = {
     "lengths stay (reserved)": (reserved, RESERVED, "seqs=longer(state.seqs, grows, steps)", "seqs=state.seqs"),
     "all groups may be used": (
         contiguous,
-        USAGE,
+        used,
         "self._capacity_of(state.limits.units)",
         "self._capacity_of(jnp.int32(self.num_groups))",
     ),
@@ -263,28 +281,28 @@ MISTAKES = {
     ),
     "all leaves may be used": (
         reserved,
-        USAGE,
+        used,
         "usage_of_rows(state.limits.units * self.min_block",
         "usage_of_rows(self.num_slots",
     ),
-    "ends that were passed": (memory, USAGE, "jnp.maximum(final_lengths, seqs.lengths)", "final_lengths"),
+    "ends that were passed": (memory, used, "jnp.maximum(final_lengths, seqs.lengths)", "final_lengths"),
     "ends past the given": (
         memory,
         PAGED,
         "jnp.minimum(given, jnp.maximum(final_lengths, seqs.lengths))",
         "jnp.maximum(final_lengths, seqs.lengths)",
     ),
-    "rounding is internal": (memory, USAGE, "given - fillable", "taken - fillable"),
-    "shared tokens count twice": (pool_metrics, USAGE, "tokens.at[table.ids].max(", "tokens.at[table.ids].add("),
+    "rounding is internal": (memory, used, "given - fillable", "taken - fillable"),
+    "shared tokens count twice": (pool_metrics, used, "tokens.at[table.ids].max(", "tokens.at[table.ids].add("),
     "blocks of a group are its tokens": (
         pool_metrics,
-        USAGE,
+        used,
         "stored * memory.block_size // group.block_size",
         "stored",
     ),
     "pins are saved": (
         pool_metrics,
-        USAGE,
+        used,
         "jnp.sum(memory.held(state)) - jnp.sum(named)",
         "jnp.sum(memory.held(state)) - (state.limits.units - state.pool.num_free)",
     ),

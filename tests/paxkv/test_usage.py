@@ -121,8 +121,9 @@ def test_a_prefix_that_many_share_is_stored_once():
     assert int(found.saved) == 49 * 62 * 16
 
 
-def test_a_block_that_only_a_pin_holds_is_allocated_and_holds_no_token_of_a_sequence():
-    memory = Paged(rows=1, max_len=64, block_size=16, num_blocks=4, cache=PrefixCache())
+@pytest.mark.parametrize("forks", [False, True])
+def test_a_block_that_only_a_pin_holds_is_allocated_and_holds_no_token_of_a_sequence(forks):
+    memory = Paged(rows=1, max_len=64, block_size=16, num_blocks=4, cache=PrefixCache(), forks=forks)
     state = memory.init()
     pinned = dataclasses.replace(state, pool=retain(state.pool, ints([3])), pins=ints([0, 0, 0, 1]))
     found = memory.usage(pinned, ints([0]))
