@@ -5,8 +5,9 @@ rates and seeds are values of one. Each point is what it would be alone, bit for
 """
 
 import dataclasses
+import functools
 import pathlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
@@ -94,8 +95,9 @@ def resolve(config: Config) -> Config:
         )
     for name in config.slos:
         slo.preset(name)
-    make_simulator(config.server, config.memory)
-    return dataclasses.replace(config, workload=with_sha256(config.workload))
+    config = dataclasses.replace(config, workload=with_sha256(config.workload))
+    _ask(config)
+    return config
 
 
 def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, dict[str, Any]]:
@@ -106,22 +108,18 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
       run_dir: where `steps.parquet` and `requests.parquet` go.
       progress: shown while it works.
     """
-    return next(run_together([config], [run_dir], progress))
+    return next(run_together([config], [run_dir], progress))()
 
 
 def run_together(
     configs: Sequence[Config], run_dirs: Sequence[RunDirectory], progress: Progress
-) -> Iterator[dict[str, dict[str, Any]]]:
-    """The same for several points of a sweep."""
+) -> Iterator[Callable[[], dict[str, dict[str, Any]]]]:
+    """The same for several points of a sweep: of each in order what gives its results, or raises what went wrong."""
     asked = [_ask(config) for config in configs]
     with progress.task("simulate", total=sum(each.workload.num_requests for each in asked)) as advance:
         simulated = simulate_points([each.point for each in asked], on_dispatch=advance)
         for config, each, run_dir, found in zip(configs, asked, run_dirs, simulated, strict=True):
-            tables = to_tables(each.point.simulator, each.workload, *found)
-            run_dir.add_manifest(workload=dataclasses.asdict(each.workload.provenance))
-            run_dir.write_parquet("steps.parquet", tables.steps)
-            run_dir.write_parquet("requests.parquet", tables.requests)
-            yield {"server": measure(config, tables)}
+            yield functools.partial(_keep, config, each, run_dir, found)
 
 
 class _Asked(NamedTuple):
@@ -138,6 +136,14 @@ def _ask(config: Config) -> _Asked:
     simulator = make_simulator(config.server, config.memory)
     tokens = jnp.asarray(transcripts(workload)) if simulator.memory.publishes else None
     return _Asked(workload, Point(simulator, requests, tokens))
+
+
+def _keep(config: Config, asked: _Asked, run_dir: RunDirectory, simulated: Callable[[], Any]) -> dict[str, Any]:
+    tables = to_tables(asked.point.simulator, asked.workload, *simulated())
+    run_dir.add_manifest(workload=dataclasses.asdict(asked.workload.provenance))
+    run_dir.write_parquet("steps.parquet", tables.steps)
+    run_dir.write_parquet("requests.parquet", tables.requests)
+    return {"server": measure(config, tables)}
 
 
 def predict(workload: Workload, error: float, seed: int) -> np.ndarray:
