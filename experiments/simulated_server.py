@@ -79,6 +79,13 @@ def resolve(config: Config) -> Config:
             "server.policy: expected no order or victim by priority or deadline, as the requests of a workload are "
             f"alike in both, got order {policy.order} and victim {policy.victim}"
         )
+    if policy.max_adapters is not None:
+        raise ValueError(f"server.policy.max_adapters: expected null, as no request has one, got {policy.max_adapters}")
+    if config.memory.forks or not config.memory.free_windows:
+        raise ValueError(
+            "memory.forks, memory.free_windows: expected false and true, as no request has several sequences and no "
+            f"layer a window, got {config.memory.forks} and {config.memory.free_windows}; they would change nothing"
+        )
     if config.system_prompts is not None:
         config.system_prompts.check()
     if config.memory.prefix_caching and config.workload.kind != "mooncake" and config.system_prompts is None:

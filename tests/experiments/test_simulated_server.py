@@ -107,6 +107,9 @@ def test_a_predictor_is_off_by_a_factor_of_so_many_bits():
     [
         ({"server": dataclasses.replace(SMALL.server, policy=Policy(order="priority"))}, "server.policy: expected no"),
         ({"server": dataclasses.replace(SMALL.server, policy=Policy(victim="priority"))}, "server.policy: expected no"),
+        ({"server": dataclasses.replace(SMALL.server, policy=Policy(max_adapters=2))}, "max_adapters: expected null"),
+        ({"memory": MemoryConfig(forks=True)}, "memory.forks, memory.free_windows: expected false and true, as"),
+        ({"memory": MemoryConfig(free_windows=False)}, "memory.forks, memory.free_windows: expected false and true"),
         ({"memory": MemoryConfig(prefix_caching=True)}, "memory.prefix_caching: expected false where no prompts share"),
         ({"system_prompts": SystemPrompts(0, 4)}, "system_prompts.count must be"),
         ({"prediction_error": 0.5}, "prediction_error: expected 0 with a policy that asks for no prediction, got 0.5"),
