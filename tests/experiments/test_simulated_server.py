@@ -108,6 +108,7 @@ def test_a_predictor_is_off_by_a_factor_of_so_many_bits():
         ({"server": dataclasses.replace(SMALL.server, policy=Policy(order="priority"))}, "server.policy: expected no"),
         ({"server": dataclasses.replace(SMALL.server, policy=Policy(victim="priority"))}, "server.policy: expected no"),
         ({"server": dataclasses.replace(SMALL.server, policy=Policy(max_adapters=2))}, "max_adapters: expected null"),
+        ({"memory": MemoryConfig(block_size=4, num_blocks=9)}, "num_blocks: expected no more tokens than the 32 that"),
         ({"memory": MemoryConfig(forks=True)}, "memory.forks, memory.free_windows: expected false and true, as"),
         ({"memory": MemoryConfig(free_windows=False)}, "memory.forks, memory.free_windows: expected false and true"),
         ({"memory": MemoryConfig(prefix_caching=True)}, "memory.prefix_caching: expected false where no prompts share"),
