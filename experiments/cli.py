@@ -13,7 +13,7 @@ from typing import Any
 import rich.console
 
 from experiments import registry
-from experiments.errors import UserError
+from experiments.errors import UserError, last_words
 
 COMPILE_USAGE = "python -m experiments compile {CONFIG.yaml | KERNEL/CASE} [--out FILE.json] [--dotted.key VALUE ...]"
 TUNE_USAGE = "python -m experiments tune CONFIG.yaml [--install] [--out FILE.json] [--dotted.key VALUE ...]"
@@ -48,12 +48,10 @@ def main(argv: Sequence[str] | None = None, experiments: Mapping[str, str] = reg
     console = rich.console.Console(width=None if sys.stdout.isatty() else 160, highlight=False)
     try:
         return _dispatch(options, rest, argv, experiments, console)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; finished parts are kept, and the same command resumes", file=sys.stderr)
-        return 130
+    except (UserError, KeyboardInterrupt) as error:
+        words, code = last_words(error)
+        print(words, file=sys.stderr)
+        return code
 
 
 def _parser() -> argparse.ArgumentParser:

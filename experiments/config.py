@@ -151,9 +151,23 @@ def dump(config: Any, comment: str) -> str:
 
 def config_hash(config: Any) -> str:
     """SHA-256 of what is computed: canonical JSON of the resolved config without the seed and without paths."""
-    identity = {name: value for name, value in _identity(config).items() if name not in NOT_HASHED}
-    canonical = json.dumps(identity, sort_keys=True, separators=(",", ":"))
+    hashed = {name: value for name, value in identity(config).items() if name not in NOT_HASHED}
+    canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def identity(config: Any) -> Any:
+    """What is computed, as plain JSON: the resolved config, in which every path is None."""
+    if isinstance(config, pathlib.Path):
+        return None
+    if dataclasses.is_dataclass(config):
+        return {field.name: identity(getattr(config, field.name)) for field in dataclasses.fields(config)}
+    if isinstance(config, Mapping):
+        # Pairs, since sorted keys would hide an order that an experiment may go by.
+        return [[name, identity(item)] for name, item in config.items()]
+    if isinstance(config, tuple | list):
+        return [identity(item) for item in config]
+    return draccus.encode(config)
 
 
 def describe_fields(config: Any) -> list[tuple[str, str, Any, str]]:
@@ -310,17 +324,3 @@ def _attributes(config_class: type[Any]) -> dict[str, str]:
     _, _, section = (inspect.getdoc(config_class) or "").partition("\nAttributes:\n")
     entries = re.findall(r"^( +)(\w+): (.*(?:\n\1 +.*)*)", section, flags=re.MULTILINE)
     return {name: " ".join(words.split()) for _, name, words in entries}
-
-
-def _identity(value: Any) -> Any:
-    """Plain JSON of a config value, in which every path is None."""
-    if isinstance(value, pathlib.Path):
-        return None
-    if dataclasses.is_dataclass(value):
-        return {field.name: _identity(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, Mapping):
-        # Pairs, since sorted keys would hide an order that an experiment may go by.
-        return [[name, _identity(item)] for name, item in value.items()]
-    if isinstance(value, tuple | list):
-        return [_identity(item) for item in value]
-    return draccus.encode(value)

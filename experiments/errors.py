@@ -2,11 +2,21 @@
 
 import difflib
 import fnmatch
+import traceback
 from collections.abc import Collection, Iterable
 
 
 class UserError(Exception):
     """Something that the person who typed the command can put right: exit code 2, the message alone."""
+
+
+def last_words(error: BaseException) -> tuple[str, int]:
+    """What a command that an exception ends says on standard error, and its exit code."""
+    if isinstance(error, UserError):
+        return f"error: {error}", 2
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted; finished parts are kept, and the same command resumes", 130
+    return "".join(traceback.format_exception(error)).rstrip(), 1
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -12,6 +12,8 @@ from typing import Any
 
 SCHEMA_VERSION = 1
 ROOT = pathlib.Path(__file__).resolve().parent.parent
+_OWN = ("JAX_PROCESS_ID", "JAX_LOCAL_DEVICE_IDS", "JAX_COMPILATION_CACHE_DIR")
+"""Variables that processes which run together need not have alike."""
 PACKAGES = ("jax", "jaxlib", "numpy", "flax", "polars", "paxkv")
 
 
@@ -39,6 +41,12 @@ def begin(run_id: str, config_hash: str, seed: int, argv: Sequence[str]) -> dict
         "inputs": {},
         "earlier_sessions": [],
     }
+
+
+def decisive(config: Any) -> dict[str, Any]:
+    """What decides the programs that a process runs and can be told before JAX looks at any device."""
+    alike = {name: value for name, value in environment().items() if name not in _OWN}
+    return {"config": config, "git": git_state(ROOT), "versions": versions(), "environment": alike}
 
 
 def resume(manifest: dict[str, Any], earlier: dict[str, Any]) -> dict[str, Any]:

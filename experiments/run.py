@@ -1,6 +1,7 @@
 """`run`: from a config to a finished run directory."""
 
 import contextlib
+import functools
 import pathlib
 import sys
 import tempfile
@@ -16,7 +17,8 @@ import rich.table
 from experiments import config as configs
 from experiments import files, jax_setup, manifest, page, registry, results
 from experiments.errors import UserError
-from experiments.processes import ALONE, Group, joined
+from experiments.lifeline import joined
+from experiments.processes import ALONE, Group
 from experiments.progress import Progress
 from experiments.run_directory import CONFIG, ERROR, MANIFEST, REPORT, SUMMARY, RunDirectory
 from pallas_kernels import choices
@@ -100,21 +102,23 @@ def run(
     if group.count > 1 and not hasattr(loaded.config, TIME_LIMIT):
         raise UserError(f"{loaded.experiment.name} runs in one process, got --processes {group.count}")
     jax_setup.configure()
-    with joined(group, getattr(loaded.config, TIME_LIMIT, 0.0)) as lifeline:
+    runs = functools.partial(manifest.decisive, configs.identity(loaded.config))
+    with joined(group, getattr(loaded.config, TIME_LIMIT, 0.0), runs) as lifeline:
         progress = Progress(rich.console.Console(quiet=True) if group.index else None, lifeline.beat)
+        prepared = prepare(loaded)
+        # Once more, as it names model and trace by their hashes now.
+        lifeline.compare({"config": configs.identity(prepared.config)})
         if group.index == 0:
-            return _run(loaded, out_dir, argv, console, progress)
+            return _run(prepared, out_dir, argv, console, progress)
         with tempfile.TemporaryDirectory() as scratch, RunDirectory.open(pathlib.Path(scratch)) as run_dir:
-            prepared = prepare(loaded)
             _begin(run_dir, prepared, argv)
-            _compute(prepared, run_dir, progress)
+            prepared.experiment.run(prepared.config, run_dir, progress)
             return 0
 
 
 def _run(
-    loaded: Loaded, out_dir: pathlib.Path, argv: Sequence[str], console: rich.console.Console, progress: Progress
+    prepared: Prepared, out_dir: pathlib.Path, argv: Sequence[str], console: rich.console.Console, progress: Progress
 ) -> int:
-    prepared = prepare(loaded)
     summary = run_one(prepared, out_dir, argv, progress)
     # Printed last: nothing that goes wrong with a terminal or a pipe can cost a run.
     prepared.experiment.show(summary["results"], console)

@@ -1,7 +1,8 @@
 """The host's loop around servers on devices: it starts some steps, and looks at what they did.
 
 Tables are written while the devices compute the next steps, so that they wait only for what the host has to know before
-it can go on: whether anybody is left, and whether a memory recorded a fault.
+it can go on: whether anybody is left, and whether a memory recorded a fault. The steps' program leaves that on every
+device, so that no process has to ask another for it.
 """
 
 import time
@@ -16,11 +17,19 @@ from experiments.serving import step_table
 from experiments.sharded_setup import Server
 from paxkv import sharded_engine
 from paxkv.engine import EngineState
-from paxkv.outcomes import raise_on_fault
-from paxkv.requests import Status
-from paxkv.sharded_engine import Dealt
-from paxkv.sharding import to_host
+from paxkv.outcomes import Faults, raise_on_fault
+from paxkv.requests import Requests, Status
+from paxkv.sharded_engine import Dealt, ShardedEngine
+from paxkv.sharding import everywhere
 from paxkv.steps import StepRecord
+
+
+class Seen(NamedTuple):
+    """What the host looks at after some steps; every array has the replicas in front."""
+
+    records: StepRecord  # i32[replicas, steps]
+    status: jax.Array  # i32[replicas, requests]
+    faults: Faults
 
 
 class Ran(NamedTuple):
@@ -57,7 +66,7 @@ def run_to_end(
     sharded = server.sharded
     requests, state = sharded_engine.init(sharded, dealt, sharded_engine.init_cache(sharded, server.new_cache))
     begin = time.perf_counter()
-    advance = sharded_engine.run_steps.lower(sharded, params, requests, state, steps_per_dispatch).compile()
+    advance = _advance.lower(sharded, params, requests, state, steps_per_dispatch).compile()
     wall_compile_s = time.perf_counter() - begin
 
     tables: list[pl.DataFrame] = []
@@ -75,7 +84,7 @@ def run_to_end(
     state = look(state, [])
     idle_since = time.perf_counter()
     while not ended.all():
-        state, records = advance(params, requests, state)
+        state, on_devices = advance(params, requests, state)
         begun = time.perf_counter()
         if unwritten is not None:
             write(*unwritten)
@@ -84,14 +93,24 @@ def run_to_end(
                 raise RuntimeError(f"no step up to step {last} did anything, although requests are waiting")
         jax.block_until_ready(state)
         host_s, idle_since = begun - idle_since, time.perf_counter()
-        memory_state = server.memory.seqs(state.scheduler.memory)
-        record, status, faults = to_host((records, state.scheduler.progress.status, memory_state.faults))
+        seen: Seen = jax.device_get(on_devices)
         for replica in range(sharded.replicas):
-            raise_on_fault(jax.tree.map(lambda x, r=replica: x[r], faults))
-        unwritten = record, host_s, idle_since - begun
-        new = (status == Status.ENDED) & ~ended
+            raise_on_fault(jax.tree.map(lambda x, r=replica: x[r], seen.faults))
+        unwritten = seen.records, host_s, idle_since - begun
+        new = (seen.status == Status.ENDED) & ~ended
         ended |= new
         state = look(state, dealt.ids[new].tolist())
     if unwritten is not None:
         write(*unwritten)
     return Ran(pl.concat(tables), state, wall_compile_s)
+
+
+@jax.jit(static_argnames=("sharded", "num_steps"), donate_argnames="state")
+def _advance(
+    sharded: ShardedEngine, params: Any, requests: Requests, state: EngineState, num_steps: int
+) -> tuple[EngineState, Seen]:
+    """Runs `num_steps` steps of every replica, and leaves what the host looks at on every device. Donates `state`."""
+    state, records = sharded_engine.run_steps(sharded, params, requests, state, num_steps)
+    scheduler = state.scheduler
+    faults = sharded.engine.memory.seqs(scheduler.memory).faults
+    return state, everywhere(Seen(records, scheduler.progress.status, faults))

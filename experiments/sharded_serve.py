@@ -62,8 +62,9 @@ def serve(
 def _request_table(dealt: Dealt, state: EngineState, workload: Workload) -> pl.DataFrame:
     """All requests in the order they were asked in, without what only filled replicas up."""
     tables = []
+    seen = to_host(sharded_engine.without_cache(state))
     for replica, ids in enumerate(dealt.ids):
-        own, progress = (jax.tree.map(lambda x, r=replica: x[r], t) for t in (dealt.requests, _host(state)))
+        own, progress = (jax.tree.map(lambda x, r=replica: x[r], t) for t in (dealt.requests, seen))
         # What only fills up comes last, and looks as if it had been asked for last.
         last = workload.num_requests - 1
         asked = np.where(ids < 0, last, ids // own.samples)[:: own.samples]
@@ -73,7 +74,3 @@ def _request_table(dealt: Dealt, state: EngineState, workload: Workload) -> pl.D
             table.with_columns(replica=pl.lit(replica, pl.Int32), request=pl.Series(ids)).filter(pl.Series(ids >= 0))
         )
     return pl.concat(tables).sort("request")
-
-
-def _host(state: EngineState) -> EngineState:
-    return to_host(sharded_engine.without_cache(state))

@@ -14,7 +14,7 @@ from experiments import jax_setup, metrics, plots, sharded_figures, sharded_offl
 from experiments.collectives import read_collectives
 from experiments.disaggregated_serve import Side, serve_pair
 from experiments.inputs import Inputs, load_inputs, uncalibrated_format
-from experiments.processes import agreed
+from experiments.lifeline import agreed
 from experiments.progress import Advance, Progress
 from experiments.results import Results, Table, columns
 from experiments.run_directory import RunDirectory

@@ -10,6 +10,7 @@ import pathlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -103,7 +104,7 @@ def resolve(config: Config) -> Config:
     for name in config.slos:
         slo.preset(name)
     config = dataclasses.replace(config, workload=with_sha256(config.workload))
-    _ask(config)
+    _ask(config, _load, _tokens_of)
     return config
 
 
@@ -122,7 +123,9 @@ def run_together(
     configs: Sequence[Config], run_dirs: Sequence[RunDirectory], progress: Progress
 ) -> Iterator[Callable[[], dict[str, dict[str, Any]]]]:
     """The same for several points of a sweep: of each in order what gives its results, or raises what went wrong."""
-    asked = [_ask(config) for config in configs]
+    # Most points of a sweep are asked the same, and the tokens of whole requests take much memory.
+    load, tokens_of = functools.cache(_load), functools.cache(_tokens_of)
+    asked = [_ask(config, load, tokens_of) for config in configs]
     with progress.task("simulate", total=sum(each.workload.num_requests for each in asked)) as advance:
         simulated = simulate_points([each.point for each in asked], on_dispatch=advance)
         for config, each, run_dir, found in zip(configs, asked, run_dirs, simulated, strict=True):
@@ -134,15 +137,21 @@ class _Asked(NamedTuple):
     point: Point
 
 
-def _ask(config: Config) -> _Asked:
-    workload = load_workload(config.workload, config.server.max_model_len, config.seed)
-    if config.system_prompts is not None:
-        workload = with_system_prompts(workload, config.system_prompts, config.server.max_model_len, config.seed)
+def _load(asked: WorkloadConfig, system: SystemPrompts | None, max_model_len: int, seed: int) -> Workload:
+    workload = load_workload(asked, max_model_len, seed)
+    return workload if system is None else with_system_prompts(workload, system, max_model_len, seed)
+
+
+def _tokens_of(workload: Workload) -> jax.Array:
+    return jnp.asarray(transcripts(workload))
+
+
+def _ask(config: Config, load: Callable[..., Workload], tokens_of: Callable[[Workload], jax.Array]) -> _Asked:
+    workload = load(config.workload, config.system_prompts, config.server.max_model_len, config.seed)
     predicted = predict(workload, config.prediction_error, config.seed) if config.prediction_error else None
     requests = to_requests(workload, config.seed, predicted_lens=predicted)
     simulator = make_simulator(config.server, config.memory)
-    tokens = jnp.asarray(transcripts(workload)) if simulator.memory.publishes else None
-    return _Asked(workload, Point(simulator, requests, tokens))
+    return _Asked(workload, Point(simulator, requests, tokens_of(workload) if simulator.memory.publishes else None))
 
 
 def _keep(config: Config, asked: _Asked, run_dir: RunDirectory, simulated: Callable[[], Any]) -> dict[str, Any]:

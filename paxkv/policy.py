@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Int32
+from jaxtyping import Array, Int32
 
 from paxkv.memory import KVMemory
 from paxkv.sizes import require_bool, require_int
@@ -161,8 +161,3 @@ def select(place: Int32[Array, ""], *options: Int32[Array, "*shape"]) -> Int32[A
     for index, option in enumerate(options[1:], 1):
         chosen = jnp.where(place == index, option, chosen)
     return chosen
-
-
-def is_first_come(policy: Choices) -> Bool[Array, ""]:
-    """Whether the order is that of arrival, and nobody is passed over."""
-    return (policy.order == 0) & ~policy.overtake

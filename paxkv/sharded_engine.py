@@ -204,10 +204,9 @@ def run_steps(
 def outputs(dealt: Dealt, state: EngineState) -> list[list[int]]:
     """Host side: what each of all requests has generated so far. Waits for the devices."""
     found: dict[int, list[int]] = {}
+    seen = to_host(without_cache(state))
     for replica, ids in enumerate(dealt.ids):
-        requests, own = (
-            jax.tree.map(lambda x, r=replica: x[r], tree) for tree in (dealt.requests, to_host(without_cache(state)))
-        )
+        requests, own = (jax.tree.map(lambda x, r=replica: x[r], tree) for tree in (dealt.requests, seen))
         found |= dict(zip(ids.tolist(), output_tokens(requests, own), strict=True))
     return [found[request] for request in range(max(found) + 1)]
 

@@ -18,9 +18,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
-from jaxtyping import PyTree
+from jaxtyping import Array, Int32, PyTree
 
 from paxkv.sizes import require_int
 
@@ -152,13 +151,29 @@ def put(x: jax.Array | np.ndarray, sharding: NamedSharding) -> jax.Array:
 
 def to_host(tree: PyTree) -> Any:
     """All of some arrays, whatever process has which part of them; every process has to ask."""
+    if not all(x.is_fully_addressable or x.is_fully_replicated for x in jax.tree.leaves(tree)):
+        tree = _whole(tree)
+    return jax.device_get(tree)  # all at once, not one after another
 
-    def whole(x: jax.Array) -> Any:
-        if x.is_fully_addressable or x.is_fully_replicated:
-            return x
-        return multihost_utils.process_allgather(x, tiled=True)
 
-    return jax.device_get(jax.tree.map(whole, tree))  # all at once, not one after another
+def everywhere(tree: PyTree[Int32[Array, "replicas ..."]]) -> Any:
+    """Within jit: the same arrays, whole on every device, so that every process can read them.
+
+    They travel as one array: each exchange between processes costs more than all that a host wants to know.
+    """
+    leaves, treedef = jax.tree.flatten(tree)
+    by_replica = NamedSharding(jax.typeof(leaves[0]).sharding.mesh, partition(("replicas", None)))
+    parts = [jnp.reshape(x, (x.shape[0], -1), out_sharding=by_replica) for x in leaves]
+    ends = np.cumsum([part.shape[1] for part in parts])
+    columns = jnp.split(_replicated(jnp.concatenate(parts, axis=1)), ends[:-1].tolist(), axis=1)
+    return treedef.unflatten([column.reshape(x.shape) for column, x in zip(columns, leaves, strict=True)])
+
+
+def _replicated(x: jax.Array) -> jax.Array:
+    return jax.sharding.reshard(x, NamedSharding(jax.typeof(x).sharding.mesh, partition(())))
+
+
+_whole = jax.jit(lambda tree: jax.tree.map(_replicated, tree))
 
 
 def partition(axes: Sequence[str | None], rules: Rules = RULES) -> PartitionSpec:

@@ -1,12 +1,12 @@
 """Strictness for every test: no silent promotion, eight CPU devices, real shapes checked at run time."""
 
-import gc
 import os
-import sys
 
 import hypothesis
 import jax
 import pytest
+
+from tests.programs import forget_programs
 
 # No deadline: the first example of a test compiles. No database: a run does not depend on the one before it.
 hypothesis.settings.register_profile("default", deadline=None, database=None, derandomize=True)
@@ -28,10 +28,4 @@ if jax.__version_info__ < (0, 11) and "XLA_FLAGS" not in os.environ:  # later on
 def programs_do_not_pile_up():
     """A process may map only so much memory: some hundred compiled programs. Each file gives its own back."""
     yield
-    for name, module in list(sys.modules.items()):
-        if name.startswith("tests."):
-            for value in list(vars(module).values()):
-                if hasattr(value, "cache_clear"):
-                    value.cache_clear()
-    jax.clear_caches()
-    gc.collect()
+    forget_programs()

@@ -1,6 +1,7 @@
 """Processes that run together end together: at once if one dies, in time if one hangs."""
 
 import json
+import math
 import os
 import pathlib
 import signal
@@ -9,17 +10,21 @@ import subprocess
 import sys
 import time
 
+import jax
 import polars as pl
 import pytest
 
+from experiments import manifest
 from experiments.errors import UserError
-from experiments.processes import ALONE, LOST, Group, group_of
+from experiments.lifeline import LOST
+from experiments.processes import ALONE, Group, group_of, told_apart
 
 ROOT = pathlib.Path(__file__).parents[2]
 PEER = """
 import sys, time
 from experiments.errors import UserError
-from experiments.processes import Group, Lifeline
+from experiments.lifeline import Lifeline
+from experiments.processes import Group
 count, index, port, limit = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], float(sys.argv[4])
 try:
     line = Lifeline(Group(count, index, f"localhost:{port}"), limit)
@@ -29,6 +34,15 @@ print("together", flush=True)
 for command in sys.stdin:
     if command == "beat\\n":
         line.beat()
+    elif command.startswith("run "):
+        try:
+            line.compare({"config": {"seed": int(command.split()[1])}})
+        except UserError as error:
+            line.fail(error)  # does nothing: all know
+            sys.exit(f"error: {error}")
+        print("alike", flush=True)
+    elif command.startswith("fail "):
+        line.fail({"UserError": UserError, "ValueError": ValueError}[command.split()[1]]("no such model\\nat all"))
     elif command == "bye\\n":
         line.close()
         print("bye", flush=True)
@@ -70,9 +84,14 @@ def end_of(process, timeout=20):
     return words
 
 
-def await_all(processes):
+def await_all(processes, word="together"):
     for process in processes:
-        assert process.stdout.readline() == "together\n"
+        assert process.stdout.readline() == f"{word}\n"
+
+
+def tell(process, command):
+    process.stdin.write(f"{command}\n")
+    process.stdin.flush()
 
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
@@ -86,10 +105,76 @@ def test_a_death_ends_the_others_at_once_and_by_name(victim):
     end_of(processes[victim])
     assert time.monotonic() - begin < 15
     assert [process.returncode for process in others] == [LOST, LOST]
-    # Process 0 hears of every other; the others hear that process 0 has ended, of itself or with them.
+    # Process 0 hears of every other, and tells the rest.
     named = f"error: process {victim} of 3 ended before the run was over; finished parts are kept, and the same command"
-    assert any(named in error for error in errors)
-    assert all("of 3 ended before the run was over" in error for error in errors)
+    assert all(named in error for error in errors)
+
+
+@pytest.mark.parametrize(("failing", "kind", "words"), [
+    (0, "UserError", "error: no such model"),
+    (1, "ValueError", "ValueError: no such model"),
+])  # fmt: skip
+def test_an_error_of_one_ends_the_others_by_name(failing, kind, words):
+    processes = peers(3)
+    await_all(processes)
+    tell(processes[failing], f"fail {kind}")
+    errors = [end_of(process) for process in processes]
+    codes = [process.returncode for process in processes]
+    assert words in errors.pop(failing)
+    assert codes.pop(failing) == {"UserError": 2, "ValueError": 1}[kind]
+    assert codes == [LOST, LOST]
+    told = "no such model" if kind == "UserError" else "ValueError: no such model"
+    assert [error.partition(";")[0] for error in errors] == [f"error: process {failing} of 3 failed: {told}"] * 2
+
+
+def test_what_all_refuse_each_tells_itself():
+    processes = peers(2)
+    await_all(processes)
+    for process in processes:
+        tell(process, "fail UserError")
+    assert all("error: no such model" in end_of(process) for process in processes)
+    assert [process.returncode for process in processes] == [2, 2]
+
+
+def test_processes_that_run_something_else_all_end_at_once():
+    processes = peers(3)
+    await_all(processes)
+    for process in processes:
+        tell(process, "run 7")
+    await_all(processes, "alike")
+    for process, seed in zip(processes, (7, 7, 8), strict=True):
+        tell(process, f"run {seed}")
+    named = "error: process 2 of 3 runs something else than process 0: config.seed 8 instead of 7; start all of them"
+    assert all(named in end_of(process) for process in processes)
+    assert [process.returncode for process in processes] == [1, 1, 1]
+
+
+def test_what_differs_between_processes_is_named():
+    run = {"config": {"seed": 0, "meshes": ["d1m2k1"], "workload": {"rate": math.inf}}, "git": None, "versions": {}}
+    assert told_apart([run]) == ""
+    assert told_apart([run, json.loads(json.dumps(run)), run]) == ""  # as it comes over the line
+    newer = run | {"versions": {"jax": "2"}, "git": {"revision": "ab", "dirty": False}}
+    other = run | {"config": {"seed": False, "meshes": ["d1m1k2"], "workload": {"rate": 1.5}}}
+    assert told_apart([run, newer, run, other]) == (
+        'process 1 of 4 runs something else than process 0: git nothing instead of null, git.revision "ab" instead of '
+        'nothing, git.dirty false instead of nothing, versions.jax "2" instead of nothing; '
+        "process 3 of 4 runs something else than process 0: config.seed false instead of 0, "
+        'config.meshes ["d1m1k2"] instead of ["d1m2k1"], config.workload.rate 1.5 instead of Infinity'
+    )
+    many = told_apart([{"config": dict.fromkeys("abcdef", value)} for value in (0, 1)])
+    assert many.count("1 instead of 0") == 4
+    assert many.endswith(", 2 more")
+
+
+def test_what_must_be_alike_is_code_versions_and_all_that_compilers_read(monkeypatch):
+    for name in ("XLA_FLAGS", "JAX_PROCESS_ID"):
+        monkeypatch.setenv(name, "3")
+    found = manifest.decisive({"seed": 1})
+    assert found["config"] == {"seed": 1}
+    assert found["versions"]["jax"] == jax.__version__
+    assert found["git"] == manifest.git_state(manifest.ROOT)
+    assert found["environment"]["XLA_FLAGS"] == "3"
+    assert "JAX_PROCESS_ID" not in found["environment"]
 
 
 def test_who_does_not_get_on_ends_all_in_time():
@@ -97,8 +182,7 @@ def test_who_does_not_get_on_ends_all_in_time():
     await_all(processes)
     ends = time.monotonic() + 4
     while time.monotonic() < ends and processes[0].poll() is None:
-        processes[0].stdin.write("beat\n")
-        processes[0].stdin.flush()
+        tell(processes[0], "beat")
         time.sleep(0.2)
     hung, _ = end_of(processes[1]), end_of(processes[0])
     assert processes[1].returncode == LOST
@@ -110,8 +194,7 @@ def test_who_says_goodbye_is_not_missed():
     processes = peers(2)
     await_all(processes)
     for process in reversed(processes):  # the first goes last, and is not ended by the other's end
-        process.stdin.write("bye\n")
-        process.stdin.flush()
+        tell(process, "bye")
         assert process.stdout.readline() == "bye\n"
         end_of(process)
         assert process.returncode == 0
@@ -152,18 +235,30 @@ def test_flags_that_mean_nothing_are_refused(flags, message):
         group_of(flags, {})
 
 
-def start_runs(out_dir, processes, *flags):
+def start_runs(out_dir, processes, *flags, seeds=(0, 0)):
     port = free_port()
     command = [sys.executable, "-m", "experiments", "run", "configs/sharded_serving/two_process.yaml"]
     command += ["--workload.num_requests", "4", "--out_dir", str(out_dir), *flags]
     together = ["--processes", str(processes), "--coordinator", f"localhost:{port}"]
     return [
         subprocess.Popen(
-            [*command, *(together if processes > 1 else []), *(["--process", str(index)] if processes > 1 else [])],
+            [*command, "--seed", str(seeds[index])] + ([*together, "--process", str(index)] if processes > 1 else []),
             stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, cwd=ROOT,
         )
         for index in range(processes)
     ]  # fmt: skip
+
+
+@pytest.mark.soak
+def test_two_runs_with_different_seeds_end_before_they_begin(tmp_path):
+    for process in start_runs(tmp_path, 2, seeds=(0, 1)):
+        _, errors = process.communicate(timeout=100)
+        assert process.returncode == 2
+        assert errors == (
+            "error: process 1 of 2 runs something else than process 0: config.seed 1 instead of 0; start all of them "
+            "with the same command, code and packages\n"
+        )
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.soak

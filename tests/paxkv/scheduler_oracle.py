@@ -53,17 +53,19 @@ class Step:
     waiting: int = 0
     admitted: int = 0
     refused: int = 0
+    hit_tokens: int = 0
     preempted: int = 0
     recompute_tokens: int = 0
     ended: int = 0
     prefill_tokens: int = 0
     kv_tokens: int = 0
+    pairs: int = 0  # of a query and a key that it sees
     usage: tuple[int, ...] = ()
     calls: tuple[int, ...] = ()  # sync, background and unmap calls made in this step
 
 
 class SchedulerOracle:
-    """`ticks_of(tokens, kv_tokens, sync_map_calls)` is the modelled duration of a step that computes anything."""
+    """`ticks_of(tokens, kv_tokens, sync_map_calls, samples, pairs)` is how long a step takes that computes anything."""
 
     overtake = False
 
@@ -82,15 +84,16 @@ class SchedulerOracle:
         self.look(step)
 
         sync_calls = self.memory.calls()[0] - calls_before[0]
+        samplers = [r for r in self.running() if r.id in step.new_tokens and self.length(r) == r.known]
+        step.samples = {r.id for r in samplers}
         if step.new_tokens:
-            step.ticks = self.ticks_of(sum(step.new_tokens.values()), step.kv_tokens, sync_calls)
+            tokens = sum(step.new_tokens.values())
+            step.ticks = self.ticks_of(tokens, step.kv_tokens, sync_calls, len(samplers), step.pairs)
         else:
             step.ticks = self.time_to_next_arrival()
         self.clock += step.ticks
-        for request in self.running():
-            if request.id in step.new_tokens and self.length(request) == request.known:
-                step.samples.add(request.id)
-                self.sample(request, step)
+        for request in samplers:
+            self.sample(request, step)
         self.memory.background()
         step.calls = tuple(after - before for before, after in zip(calls_before, self.memory.calls(), strict=True))
         return step
@@ -133,6 +136,7 @@ class SchedulerOracle:
         if count:
             step.starts[request.id] = self.length(request)
             step.new_tokens[request.id] = count
+            step.pairs += sum(self.length(request) + place for place in range(1, count + 1))
             if request.known - self.length(request) > 1:
                 step.prefill_tokens += count
 
@@ -185,6 +189,7 @@ class SchedulerOracle:
             if request.brings:
                 tokens = [request.brings if r == row else 0 for r in range(self.memory.rows)]
                 assert self.memory.append(tokens, self.memory.max_len) == OK
+                step.hit_tokens += request.brings
             counts[row] = min(request.known - request.brings, budget)
             budget -= counts[row]
             self.note(request, counts[row], step)

@@ -32,6 +32,7 @@ def test_a_step_costs_what_its_parts_cost_rounded_up():
     assert int(cost.ticks(work(128, 1000, 8))) == 500 + 256 + 2 + 32
     assert int(cost.ticks(work(0, 1, 0))) == 501
     assert int(StepCost(step_ns=1).ticks(work(0, 0, 0))) == 1
+    assert int(StepCost(swap_block_ns=15_000).ticks(work(0, 0, 0, swapped_blocks=3))) == 505  # 5 ms and 45 us
 
 
 def test_the_sum_is_rounded_once_and_stays_exact_beyond_two_seconds():
@@ -57,7 +58,7 @@ def test_a_cost_that_is_no_time_is_refused(knob, value):
         StepCost(**{knob: value})
 
 
-@pytest.mark.parametrize("name", ["step_ns", "token_ns", "kv_token_ns", "map_call_ns"])
+@pytest.mark.parametrize("name", ["step_ns", "token_ns", "kv_token_ns", "map_call_ns", "swap_block_ns"])
 def test_a_cost_beyond_an_hour_is_refused(name):
     StepCost(**{name: MAX_COST_NS})
     with pytest.raises(ValueError, match=f"{name} must be at most"):

@@ -202,7 +202,7 @@ def test_memories_agree_bit_for_bit_where_none_is_short(names):
         assert_equal_bits((first.transcripts, first.outputs.margins), (other.transcripts, other.outputs.margins))
 
 
-def modelled_ticks(tokens, kv_tokens, sync_map_calls):
+def modelled_ticks(tokens, kv_tokens, sync_map_calls, *others):
     ns = COST.step_ns + COST.token_ns * tokens + COST.kv_token_ns * kv_tokens + COST.map_call_ns * sync_map_calls
     return -(-ns // 10_000)
 

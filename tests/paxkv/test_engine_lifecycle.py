@@ -153,6 +153,9 @@ def test_a_request_can_be_aborted_wherever_it_stands():
             reason = np.asarray(aborted.progress.reason)
             assert (reason[unwanted & (status != Status.ENDED)] == Reason.ABORTED).all()
             assert (reason[~unwanted] == np.asarray(scheduler.progress.reason)[~unwanted]).all()
+            on_host = np.asarray(aborted.places) < SHORT.rows
+            assert not (on_host & unwanted).any()
+            assert int(aborted.memory.swap.parked.sum()) == on_host.sum()
     assert seen == {"waiting", "parked", "running", "every second"}
 
     state = dataclasses.replace(history[12], scheduler=end(SHORT, requests, history[12].scheduler, jnp.arange(5) == 2))

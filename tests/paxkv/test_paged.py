@@ -53,6 +53,14 @@ def test_blocks_are_reused_in_the_order_in_which_they_came_back_if_asked_to():
     assert table(pair, pair.store(11)) == [6, 7, 8, 2]
 
 
+def test_more_blocks_than_are_taken_at_once_go_to_their_rows_in_order():
+    pair = Lockstep(Paged(rows=3, max_len=100, block_size=1, num_blocks=140))
+    for tokens in (66, 5, 66):
+        pair.admit(tokens)
+    assert pair.append([66, 5, 66]) == Outcome.OK
+    assert np.asarray(pair.state.tables[0].ids)[2, :66].tolist() == list(range(71, 137))
+
+
 def test_slots_to_look_ahead_are_given_with_the_tokens_and_counted_by_admission():
     memory = dataclasses.replace(TEN_BLOCKS, lookahead=3)
     admit, append = jax.jit(memory.admit), jax.jit(memory.append, static_argnums=2)

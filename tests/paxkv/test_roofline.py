@@ -58,6 +58,7 @@ def test_efficiencies_divide_peaks_and_multiply_what_paging_costs():
     changes = {"linear_flops": 0.5, "attention_flops": 0.25, "weight_bandwidth": 0.5, "kv_bandwidth": 0.125}
     slow, fast = made(**changes), made()
     assert (slow.weights, slow.token, slow.sample) == (2 * fast.weights, 2 * fast.token, 2 * fast.sample)
+    assert made(linear_flops=0.75).token == (16 * MS + 2) // 3  # rounded up
     assert (slow.kv_token, slow.pair) == (8 * fast.kv_token, 4 * fast.pair)
     paged = made(block_size=10, paged_decode=1.5, paged_prefill=1.25, table_entry_ns=50.0)
     # Of a stored token 1.2 ns of keys and values, and a tenth of 5 reads of 4 bytes: 0.002 ns.
@@ -77,6 +78,7 @@ def test_devices_share_weights_heads_and_products_and_exchange_activations_twice
     # 10 all-reduces of 2 * 1000 B, of which each device sends 2 * 3/4: 30 kB; and their latencies.
     assert shared.exchange_token == 30 * TICK_PARTS // 10**4
     assert shared.step == alone.step + 10 * TICK_PARTS
+    assert made(link_latency_us=10.0).step == alone.step  # with nobody
     replicated = made(dataclasses.replace(SHAPE, tensor_parallel=8, replicate_kv_heads=True))
     assert replicated.kv_token * 4 == alone.kv_token  # one head of four, not half of one
     assert replicated.pair * 8 == alone.pair
@@ -195,6 +197,14 @@ def test_what_int32_ticks_cannot_say_is_refused():
     assert int(edge.ticks(work(**biggest))) == math.ceil(Fraction(edge.kv_token * 2**28 + 1, TICK_PARTS))
     with pytest.raises(ValueError, match="must take less"):
         dataclasses.replace(edge, kv_token=edge.kv_token + 1)
+    with pytest.raises(ValueError, match="must take less"):
+        dataclasses.replace(edge, table_token=1)
+    with pytest.raises(ValueError, match="must take less"):
+        dataclasses.replace(edge, kv_token=0, exchange_token=2**11 * TICK_PARTS)
+    left = 2**31 * TICK_PARTS - 1 - (edge.step + edge.kv_token * 2**28)
+    dataclasses.replace(edge, weights=left)
+    with pytest.raises(ValueError, match="must take less"):
+        dataclasses.replace(edge, weights=left + 1)
 
 
 @pytest.mark.parametrize(

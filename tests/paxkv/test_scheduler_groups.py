@@ -140,6 +140,11 @@ def require_together(name, requests, step, where):
     partly = {r // samples for r in during} & {r // samples for r in waiting}
     assert len(partly) <= 1, f"groups {partly} run in part, {where}"
 
+    samples_now = {r for r, row in during.items() if step["plan"].samples[row]}
+    for group in {r // samples for r in samples_now}:
+        members = {r for r in range(group * samples, (group + 1) * samples) if step["status"][r] != Status.ENDED}
+        assert members <= samples_now, f"{members - samples_now} do not sample with the others, {where}"
+
     lost = {r: int(step["lengths_before"][before[r]]) for r in before.keys() - during.keys()}
     if policy.swaps(memory):
         for r in range(requests.count):
@@ -198,6 +203,24 @@ def test_groups_run_and_leave_as_a_whole_and_one_at_most_waits_for_its_members(n
     assert partly > 10
     assert served > 30
     assert swapped > 0 or policy.preemption != "swap"
+
+
+def test_nobody_waits_for_one_of_a_group_that_has_ended():
+    memory, stop = CASES["in_order"].memory, 7
+    requests = make_requests(
+        np.zeros((1, 4), np.int32), np.array([3]), np.array([5]), np.zeros(1), seed=0, samples=2, stop_token=stop
+    )
+
+    def step(state, _):
+        state, plan = schedule(memory, requests, state, 8)
+        state = dataclasses.replace(state, memory=lifecycle.end_copies(memory, state.memory))
+        tokens = jnp.where(state.row_request == 0, stop, 0)
+        return commit(memory, requests, state, plan, tokens, state.clock + 1), None
+
+    serve = jax.jit(lambda state: jax.lax.scan(step, state, length=9)[0], compiler_options=QUICKLY)
+    progress = serve(init_scheduler(memory, requests)).progress
+    assert progress.reason.tolist() == [Reason.STOP_TOKEN, Reason.LENGTH]
+    assert progress.generated.tolist() == [1, 5]
 
 
 def test_a_group_that_left_twice_comes_back_in_room_for_all_of_it():

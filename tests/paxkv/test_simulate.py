@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from paxkv.contiguous import VAttention
-from paxkv.cost_model import StepCost
+from paxkv.cost_model import NS, StepCost
 from paxkv.engine import Engine, init_engine, step
 from paxkv.memory import limits
 from paxkv.outcomes import MemoryFaultError, Outcome
@@ -18,6 +18,7 @@ from paxkv.policy import FIRST_COME, Policy, choices
 from paxkv.prefix_cache import PrefixCache
 from paxkv.requests import TICK_US, Reason, Status, make_requests
 from paxkv.reserved import Reserved
+from paxkv.roofline import Roofline
 from paxkv.simulate import Simulator, init_simulation, run, simulate
 from tests.paxkv import fake_model, unchecked
 from tests.paxkv.oracles.caches import filled_cache
@@ -28,7 +29,20 @@ from tests.paxkv.scheduler_oracle import PolicyOracle, Request
 MAX_LEN, BUDGET, COUNT = 40, 9, 10
 QUICKLY = quickly()
 DELIVERED = {"paged", "vattention"}  # there requests bring keys and values
-COST = StepCost(step_ns=70_001, token_ns=11_003, kv_token_ns=507, map_call_ns=40_000)
+# In nanoseconds. What attention reads costs as part of the tables alone: pairs are never fewer, and cost more.
+STEP, WEIGHTS, TOKEN, SAMPLE, PAIR, KV_TOKEN, MAP_CALL = 60_001, 20_000, 9_003, 2_005, 307, 211, 40_000
+COST = Roofline(
+    step=STEP * NS,
+    weights=WEIGHTS * NS,
+    token=TOKEN * NS,
+    sample=SAMPLE * NS,
+    kv_token=KV_TOKEN * NS,
+    pair=PAIR * NS,
+    exchange_token=0,
+    table_token=KV_TOKEN * NS,
+    map_call_ns=MAP_CALL,
+    swap_block_ns=0,
+)
 MEMORIES = {
     "paged": Paged(rows=5, max_len=MAX_LEN, block_size=3, num_blocks=20, watermark_blocks=1),
     "vattention": VAttention(5, MAX_LEN, num_groups=12, page_bytes=12, token_bytes=2, buffers=2, lookahead_steps=2),
@@ -40,13 +54,13 @@ MEMORIES = {
 POLICIES = (
     FIRST_COME,
     Policy(order="shortest", overtake=True, victim="least_work"),
-    Policy(first="prefill", chunked=False),
+    Policy(first="prefill", chunked=False, overtake=True),
 )
 
 
-def ticks_of(tokens, kv_tokens, sync_map_calls):
-    ns = COST.step_ns + COST.token_ns * tokens + COST.kv_token_ns * kv_tokens + COST.map_call_ns * sync_map_calls
-    return -(-ns // (1000 * TICK_US))
+def ticks_of(tokens, kv_tokens, sync_map_calls, samples, pairs):
+    ns = STEP + max(WEIGHTS, TOKEN * tokens + SAMPLE * samples) + PAIR * pairs + KV_TOKEN * kv_tokens
+    return -(-(ns + MAP_CALL * sync_map_calls) // (1000 * TICK_US))
 
 
 def random_workload(seed):
@@ -104,8 +118,9 @@ def test_every_step_is_that_of_the_oracle_and_strides_change_nothing(name):
             new = sum(step.new_tokens.values())
             for field, expected in [
                 *[(f, getattr(step, f)) for f in ("clock", "ticks", "waiting", "admitted", "refused", "preempted")],
-                *[(f, getattr(step, f)) for f in ("recompute_tokens", "ended", "prefill_tokens", "kv_tokens")],
+                *[(f, getattr(step, f)) for f in ("recompute_tokens", "ended", "prefill_tokens", "hit_tokens")],
                 ("running", len(step.rows)),
+                ("kv_tokens", step.kv_tokens),
                 ("new_tokens", new),
                 ("sampled", len(step.samples)),
             ]:
@@ -211,7 +226,7 @@ def test_requests_that_nobody_will_ever_serve_are_told_and_do_not_loop():
 
 def test_a_clock_that_runs_out_and_a_fault_of_memory_are_told():
     slow = Simulator(MEMORIES["paged"], BUDGET, StepCost(step_ns=3600 * 10**9))
-    requests = make_requests(None, np.array([3]), np.array([30]), np.zeros(1), seed=0)
+    requests = make_requests(None, np.array([3]), np.array([8]), np.zeros(1), seed=0)  # the sixth would be too many
     with pytest.raises(ValueError, match="the modelled clock passed 21474 s"):
         simulate(slow, requests)
 

@@ -9,6 +9,7 @@ import pytest
 from paxkv.block_pool import retain
 from paxkv.block_tables import BlockTable
 from paxkv.contiguous import VAttention
+from paxkv.memory import limits
 from paxkv.paged import Paged
 from paxkv.prefix_cache import PrefixCache
 from paxkv.reserved import Reserved
@@ -68,6 +69,13 @@ def test_rounding_to_a_power_of_two_is_external():
 def test_mapped_groups_of_a_live_row_are_its_own_and_those_of_an_idle_row_nobodys():
     memory = VAttention(rows=2, max_len=30, num_groups=10, page_bytes=8, token_bytes=2, buffers=2)
     assert used(memory, [9], [11], mapped=[3, 4]) == (9, 2, 1, 40 - 12, 12)
+
+
+def test_what_is_over_the_limit_is_not_there():
+    memory = VAttention(rows=2, max_len=30, num_groups=10, page_bytes=8, token_bytes=2, buffers=2)
+    assert int(memory.usage(memory.init(limits(7)), ints([0, 0])).external) == 7 * 4
+    memory = Reserved(rows=2, max_len=64, num_slots=96, policy="oracle", min_block=2)
+    assert int(memory.usage(memory.init(limits(20)), ints([0, 0])).external) == 20 * 2
 
 
 def test_the_last_page_of_a_row_holds_no_slot_past_the_longest_sequence():
