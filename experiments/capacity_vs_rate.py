@@ -168,7 +168,7 @@ def _simulate_rates(
     with progress.task(name, total=sum(workload.num_requests for workload in workloads)) as advance:
         asked = [Point(simulator, to_requests(workload, seed)) for workload in workloads]
         for rate, workload, found in zip(rates, workloads, simulate_points(asked, on_dispatch=advance), strict=True):
-            simulated = to_tables(simulator, workload, *found)
+            simulated = to_tables(simulator, workload, *found())
             points.append({"rate": rate, **measure(simulated, workload, budget_tokens)})
             requests.append(simulated.requests.with_columns(rate=pl.lit(rate)))
     return pl.DataFrame(points), pl.concat(requests)

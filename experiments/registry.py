@@ -15,9 +15,10 @@ and may have
   what is missing.
 - `failed_checks(results) -> list[str]`: one sentence for each thing that should hold and does not. Any makes the
   run's status `failed` and its exit code 1.
-- `run_together(configs, run_dirs, progress) -> Iterable[Results]`: the same as `run` for several points of a sweep at
-  once, for an experiment whose points share what it compiles; yields the results of each in order, the sooner the less
-  is lost if the sweep is killed. They must be those that `run` gives, bit for bit.
+- `run_together(configs, run_dirs, progress) -> Iterable[Callable[[], Results]]`: the same as `run` for several points
+  of a sweep at once, for an experiment whose points share what it compiles; yields of each in order, before it goes on,
+  what is called for its results, or raises what is wrong with this one, so that others lose nothing by it. The sooner
+  the less is lost if the sweep is killed. Results must be those that `run` gives, bit for bit.
 - `tables(results) -> list[results.Table]`: its tables, in the terminal and in the report; without it, one table of
   names and metrics.
 - `render(results, console)`: prints them in the terminal in a way of its own.
@@ -72,7 +73,7 @@ class Experiment:
     config_class: type[Any]
     description: str
     run: Callable[..., Any]
-    run_together: Callable[..., Iterable[Any]] | None
+    run_together: Callable[..., Iterable[Callable[[], Any]]] | None
     resolve: Callable[[Any], Any]
     parts: Callable[[Any], list[str]]
     failed_checks: Callable[[Any], list[str]]

@@ -80,6 +80,13 @@ def resolve(config: Config) -> Config:
             "server.policy: expected no order or victim by priority or deadline, as the requests of a workload are "
             f"alike in both, got order {policy.order} and victim {policy.victim}"
         )
+    if policy.max_adapters is not None:
+        raise ValueError(f"server.policy.max_adapters: expected null, as no request has one, got {policy.max_adapters}")
+    if config.memory.forks or not config.memory.free_windows:
+        raise ValueError(
+            "memory.forks, memory.free_windows: expected false and true, as no request has several sequences and no "
+            f"layer a window, got {config.memory.forks} and {config.memory.free_windows}; they would change nothing"
+        )
     if config.system_prompts is not None:
         config.system_prompts.check()
     if config.memory.prefix_caching and config.workload.kind != "mooncake" and config.system_prompts is None:
@@ -96,8 +103,9 @@ def resolve(config: Config) -> Config:
         )
     for name in config.slos:
         slo.preset(name)
-    make_simulator(config.server, config.memory)
-    return dataclasses.replace(config, workload=with_sha256(config.workload))
+    config = dataclasses.replace(config, workload=with_sha256(config.workload))
+    _ask(config, _load, _tokens_of)
+    return config
 
 
 def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, dict[str, Any]]:
@@ -108,24 +116,20 @@ def run(config: Config, run_dir: RunDirectory, progress: Progress) -> dict[str, 
       run_dir: where `steps.parquet` and `requests.parquet` go.
       progress: shown while it works.
     """
-    return next(run_together([config], [run_dir], progress))
+    return next(run_together([config], [run_dir], progress))()
 
 
 def run_together(
     configs: Sequence[Config], run_dirs: Sequence[RunDirectory], progress: Progress
-) -> Iterator[dict[str, dict[str, Any]]]:
-    """The same for several points of a sweep."""
+) -> Iterator[Callable[[], dict[str, dict[str, Any]]]]:
+    """The same for several points of a sweep: of each in order what gives its results, or raises what went wrong."""
     # Most points of a sweep are asked the same, and the tokens of whole requests take much memory.
     load, tokens_of = functools.cache(_load), functools.cache(_tokens_of)
     asked = [_ask(config, load, tokens_of) for config in configs]
     with progress.task("simulate", total=sum(each.workload.num_requests for each in asked)) as advance:
         simulated = simulate_points([each.point for each in asked], on_dispatch=advance)
         for config, each, run_dir, found in zip(configs, asked, run_dirs, simulated, strict=True):
-            tables = to_tables(each.point.simulator, each.workload, *found)
-            run_dir.add_manifest(workload=dataclasses.asdict(each.workload.provenance))
-            run_dir.write_parquet("steps.parquet", tables.steps)
-            run_dir.write_parquet("requests.parquet", tables.requests)
-            yield {"server": measure(config, tables)}
+            yield functools.partial(_keep, config, each, run_dir, found)
 
 
 class _Asked(NamedTuple):
@@ -148,6 +152,14 @@ def _ask(config: Config, load: Callable[..., Workload], tokens_of: Callable[[Wor
     requests = to_requests(workload, config.seed, predicted_lens=predicted)
     simulator = make_simulator(config.server, config.memory)
     return _Asked(workload, Point(simulator, requests, tokens_of(workload) if simulator.memory.publishes else None))
+
+
+def _keep(config: Config, asked: _Asked, run_dir: RunDirectory, simulated: Callable[[], Any]) -> dict[str, Any]:
+    tables = to_tables(asked.point.simulator, asked.workload, *simulated())
+    run_dir.add_manifest(workload=dataclasses.asdict(asked.workload.provenance))
+    run_dir.write_parquet("steps.parquet", tables.steps)
+    run_dir.write_parquet("requests.parquet", tables.requests)
+    return {"server": measure(config, tables)}
 
 
 def predict(workload: Workload, error: float, seed: int) -> np.ndarray:

@@ -93,6 +93,12 @@ def make_simulator(server: Server, memory: MemoryConfig) -> Simulator:
     """
     shape = server.shape()
     handed_out = make_memory(memory, shape, server.budget_bytes(), server.rows, server.max_model_len)
+    if handed_out.capacity > server.budget_tokens():
+        # Every share that is reported is one of what the budget pays for.
+        raise ValueError(
+            f"memory.num_blocks: expected no more tokens than the {server.budget_tokens():,.0f} that "
+            f"server.kv_memory = {server.kv_memory} pays for, got {memory.num_blocks} blocks of {memory.block_size}"
+        )
     whole = dataclasses.replace(shape, tensor_parallel=1)
     return Simulator(
         memory=handed_out,

@@ -1,11 +1,13 @@
 """`sweep`: the product of axes over one config, each point a run of its own, compared in one table, figure and page."""
 
 import contextlib
+import functools
 import hashlib
+import itertools
 import json
 import pathlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import rich.console
@@ -19,6 +21,9 @@ from experiments.progress import Progress
 from experiments.run_directory import MANIFEST, SUMMARY, SWEEP, RunDirectory
 from experiments.sweep_axes import Axis, Condition, Point, make_points, parse_axis, parse_condition
 from pallas_kernels import choices
+
+_MOST_TOGETHER = 128
+"""Points whose directories are held open at once; systems open some hundred files."""
 
 
 class Asked(NamedTuple):
@@ -120,22 +125,18 @@ def _outcomes(points: Sequence[Point], asked: Asked, path: pathlib.Path) -> Iter
     waiting = [point for point in points if point.run.name not in finished]
     if waiting and points[0].run.experiment.run_together is not None:
         print(f"computing {len(waiting)} of {len(points)} points together", file=sys.stderr)
-        finished |= dict(_together(waiting, asked, path))
+        parts = (waiting[first : first + _MOST_TOGETHER] for first in range(0, len(waiting), _MOST_TOGETHER))
+        computed = itertools.chain.from_iterable(_together(part, asked, path) for part in parts)
+    else:
+        computed = (_attempt(point, asked, functools.partial(_alone, point, asked)) for point in waiting)
     for index, point in enumerate(points, 1):
         where = f"[{index}/{len(points)}] {point}: {point.run.name}"
         if point.run.name in finished:
             print(f"{where} is finished", file=sys.stderr)
             yield finished[point.run.name]
-            continue
-        print(where, file=sys.stderr)
-        try:
-            yield runs.run_one(point.run, asked.out_dir, _argv(point, asked), Progress())
-        except UserError as error:
-            # The other points lose nothing by it, and the same command tries this one again.
-            print(f"error: {error}", file=sys.stderr)
-            experiment = point.run.experiment.name
-            summary = results.summary(experiment, str(asked.out_dir / point.run.name), results.UNFINISHED, {})
-            yield summary | {"error": str(error)}
+        else:
+            print(where, file=sys.stderr)
+            yield next(computed)
 
 
 def _finished(point: Point, out_dir: pathlib.Path) -> dict[str, Any] | None:
@@ -148,8 +149,23 @@ def _finished(point: Point, out_dir: pathlib.Path) -> dict[str, Any] | None:
     return files.read_json(path / SUMMARY)
 
 
-def _together(points: Sequence[Point], asked: Asked, path: pathlib.Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Names and summaries of points that the experiment computes in one go."""
+def _attempt(point: Point, asked: Asked, compute: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What it computes, or an unfinished point that says why: others lose nothing by it, and may be tried again."""
+    try:
+        return compute()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        experiment = point.run.experiment.name
+        summary = results.summary(experiment, str(asked.out_dir / point.run.name), results.UNFINISHED, {})
+        return summary | {"error": str(error)}
+
+
+def _alone(point: Point, asked: Asked) -> dict[str, Any]:
+    return runs.run_one(point.run, asked.out_dir, _argv(point, asked), Progress())
+
+
+def _together(points: Sequence[Point], asked: Asked, path: pathlib.Path) -> Iterator[dict[str, Any]]:
+    """The summary of each point, all of which the experiment computes in one go."""
     experiment = points[0].run.experiment
     assert experiment.run_together is not None
     with contextlib.ExitStack() as stack:
@@ -158,7 +174,15 @@ def _together(points: Sequence[Point], asked: Asked, path: pathlib.Path) -> Iter
         stack.enter_context(runs.refusals_told(path))
         found = experiment.run_together([point.run.config for point in points], run_dirs, Progress())
         for point, run_dir, of_point in zip(points, run_dirs, found, strict=True):
-            yield point.run.name, runs.finish(point.run, run_dir, of_point, kernels)
+            yield _attempt(point, asked, functools.partial(_finish, point.run, run_dir, of_point, kernels))
+
+
+def _finish(
+    prepared: runs.Prepared, run_dir: RunDirectory, compute: Callable[[], Any], kernels: Mapping[str, Any]
+) -> dict[str, Any]:
+    with runs.refusals_told(run_dir.path):
+        found = compute()
+    return runs.finish(prepared, run_dir, found, kernels)
 
 
 def _argv(point: Point, asked: Asked) -> list[str]:

@@ -81,7 +81,7 @@ def simulate_points(
     points: Sequence[Point],
     devices: Sequence[Any] | None = None,
     on_dispatch: Callable[[int], Any] = lambda newly_ended: None,
-) -> Iterator[Simulated]:
+) -> Iterator[Callable[[], Simulated]]:
     """Host side: what `simulate` gives for each point, bit for bit, from as few compiled programs as possible.
 
     Args:
@@ -91,13 +91,11 @@ def simulate_points(
       on_dispatch: called with the number of requests that have ended since it was called last.
 
     Yields:
-      The simulation of each point, in their order.
+      Of each point, in their order, what is called for its simulation, or raises what `simulate` would raise of it, so
+      that others lose nothing by it.
 
     Raises:
-      ValueError: a point's requests ask for what a simulator cannot give, or, when that point is due, its modelled
-        clock ran out.
-      RuntimeError: when it is due, requests of a point are left, and nothing will ever happen to them.
-      MemoryFaultError: when it is due, a point's memory has recorded a fault.
+      ValueError: a point's requests ask for what a simulator cannot give.
     """
     programs: dict[Hashable, list[int]] = {}
     for place, point in enumerate(points):
@@ -108,7 +106,7 @@ def simulate_points(
             alike = [other for other in programs[program_of(point)] if other >= place][:MOST_TOGETHER]
             together = _simulate([points[other] for other in alike], devices or jax.devices(), on_dispatch)
             found |= dict(zip(alike, together, strict=True))
-        yield found.pop(place)()
+        yield found.pop(place)
 
 
 def program_of(point: Point) -> Hashable:

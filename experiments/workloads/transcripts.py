@@ -9,13 +9,15 @@ from experiments.workloads.streams import stream
 from experiments.workloads.workload import Workload
 from paxkv.sizes import require_int
 
+_MOST_TEXTS = 2**20  # far more than requests that anybody draws from them
+
 
 @dataclasses.dataclass(frozen=True)
 class SystemPrompts:
     """Texts of one length, with one of which each prompt begins.
 
     Attributes:
-        count: How many there are.
+        count: How many there are, at most 2**20.
         tokens: Length of each, which comes on top of what a prompt has.
         popularity: The k-th one, from 1, is drawn with weight `k ** -popularity`; 0 makes all alike.
     """
@@ -30,7 +32,8 @@ class SystemPrompts:
         Raises:
             ValueError: Naming the field, what was expected and what came.
         """
-        require_int("system_prompts.count", self.count)
+        if require_int("system_prompts.count", self.count) > _MOST_TEXTS:
+            raise ValueError(f"system_prompts.count: expected at most {_MOST_TEXTS:,}, got {self.count:,}")
         require_int("system_prompts.tokens", self.tokens)
         if not 0 <= self.popularity < float("inf"):
             raise ValueError(f"system_prompts.popularity: expected a finite exponent, 0 or more, got {self.popularity}")

@@ -2,7 +2,9 @@
 
 import contextlib
 import dataclasses
+import json
 import pathlib
+import re
 
 import numpy as np
 import pytest
@@ -27,6 +29,7 @@ SMALL = Config(
     slos=("llama3_1_8b",),
 )
 TABLES = "steps.parquet", "requests.parquet"
+NOBODY = "workload: expected a request that can be served, got none; are its prompts too long?"
 SHORTEST = dataclasses.replace(SMALL.server, policy=Policy(order="shortest"))
 POINTS = [
     SMALL,
@@ -42,7 +45,8 @@ def simulated(configs, path):
         run_dirs = [stack.enter_context(RunDirectory.open(path / str(i))) for i in range(len(configs))]
         for run_dir in run_dirs:
             run_dir.write_json("manifest.json", {"inputs": {}, "earlier_sessions": []})
-        found = list(simulated_server.run_together(list(map(simulated_server.resolve, configs)), run_dirs, Progress()))
+        together = simulated_server.run_together(list(map(simulated_server.resolve, configs)), run_dirs, Progress())
+        found = [of_point() for of_point in together]
     tables = [[(path / str(i) / name).read_bytes() for name in TABLES] for i in range(len(configs))]
     return found, tables
 
@@ -103,12 +107,19 @@ def test_a_predictor_is_off_by_a_factor_of_so_many_bits():
     [
         ({"server": dataclasses.replace(SMALL.server, policy=Policy(order="priority"))}, "server.policy: expected no"),
         ({"server": dataclasses.replace(SMALL.server, policy=Policy(victim="priority"))}, "server.policy: expected no"),
+        ({"server": dataclasses.replace(SMALL.server, policy=Policy(max_adapters=2))}, "max_adapters: expected null"),
+        ({"memory": MemoryConfig(block_size=4, num_blocks=9)}, "num_blocks: expected no more tokens than the 32 that"),
+        ({"memory": MemoryConfig(forks=True)}, "memory.forks, memory.free_windows: expected false and true, as"),
+        ({"memory": MemoryConfig(free_windows=False)}, "memory.forks, memory.free_windows: expected false and true"),
         ({"memory": MemoryConfig(prefix_caching=True)}, "memory.prefix_caching: expected false where no prompts share"),
         ({"system_prompts": SystemPrompts(0, 4)}, "system_prompts.count must be"),
         ({"prediction_error": 0.5}, "prediction_error: expected 0 with a policy that asks for no prediction, got 0.5"),
         ({"prediction_error": float("nan")}, "prediction_error: expected a number from 0 to below 8, got nan"),
         ({"slos": ("gpt4",)}, "slo: expected one of"),
         ({"cpu_devices": 0}, "cpu_devices must be"),
+        ({"workload": dataclasses.replace(SMALL.workload, rate=-1.0)}, "rate must be > 0 requests per second, got -1"),
+        ({"workload": dataclasses.replace(SMALL.workload, rate=1e-7)}, "arrival_ms: expected ascending times from 0"),
+        ({"system_prompts": SystemPrompts(1, 20)}, "system_prompts.tokens: expected room for it"),
         ({"server": dataclasses.replace(SMALL.server, kv_memory="1 KiB")}, "budget_bytes: expected at least"),
     ],
 )
@@ -123,8 +134,20 @@ def test_prompts_that_nobody_can_serve_are_told(tmp_path):
         workload=dataclasses.replace(SMALL.workload, prompt_mean=20, output_mean=4, lengths="constant"),
         server=dataclasses.replace(SMALL.server, kv_memory="1 MiB"),
     )
-    with pytest.raises(ValueError, match="workload: expected a request that can be served, got none"):
+    with pytest.raises(ValueError, match=re.escape(NOBODY)):
         simulated([none], tmp_path)
+
+
+def test_a_point_that_cannot_be_served_does_not_stop_the_others(tmp_path, capsys):
+    """With 1 MiB, 8 tokens, no prompt of 20 fits; the others need no more than 3 MiB."""
+    small = ["--workload.lengths", "constant", "--workload.prompt_mean", "20", "--workload.output_mean", "4"]
+    small += ["--workload.num_requests", "3", "--server.rows", "4", "--server.max_stride", "1", "--cpu_devices", "1"]
+    axes = ["--memory.block_size", "4", "--axis", "server.kv_memory=3 MiB,1 MiB,4 MiB"]
+    assert cli.main(["sweep", str(QUICKSTART), *small, *axes, "--out_dir", str(tmp_path)]) == 1
+    out, err = capsys.readouterr()
+    points = json.loads(out.splitlines()[-1])["points"]
+    assert [point["status"] for point in points] == ["finished", "unfinished", "finished"]
+    assert f"check failed: server.kv_memory=1 MiB: {NOBODY} (traceback: {tmp_path / points[1]['run']}" in err
 
 
 def test_the_command_line_sweeps_it_together(tmp_path, capsys):

@@ -1,5 +1,6 @@
 """A sweep's points are runs of their own, compared once; it survives being killed, and says which points failed."""
 
+import functools
 import importlib
 import json
 import pathlib
@@ -209,7 +210,7 @@ def test_points_that_share_a_program_are_computed_together(call, config, monkeyp
     def run_together(configs, run_dirs, progress):
         together.append([config.memory.block_size for config in configs])
         for config, run_dir in zip(configs, run_dirs, strict=True):
-            yield fake.run(config, run_dir, progress)
+            yield functools.partial(fake.run, config, run_dir, progress)
 
     assert call("sweep", config, "--axis", "memory.block_size=16,32")[0] == 0
     alone = {p.name: files.read_json(p / "summary.json")["results"] for p in pathlib.Path("runs").glob("fake-*")}
@@ -228,6 +229,28 @@ def test_points_that_share_a_program_are_computed_together(call, config, monkeyp
         max(pathlib.Path("runs").glob("sweep-*"), key=lambda p: p.stat().st_mtime) / "sweep.json"
     )["points"]:
         assert call("run", config, "--memory.block_size", point["values"]["memory.block_size"])[0] == 2
+
+
+def test_of_points_together_one_that_cannot_be_computed_is_tried_again(call, config, monkeypatch):
+    fake = importlib.import_module("fake_experiment")
+    together = []
+
+    def run_together(configs, run_dirs, progress):
+        together.append([config.seed for config in configs])
+        return [functools.partial(fake.run, *each, progress) for each in zip(configs, run_dirs, strict=True)]
+
+    monkeypatch.setattr(fake, "run_together", run_together, raising=False)
+    monkeypatch.setattr("experiments.sweep._MOST_TOGETHER", 2)
+    monkeypatch.setenv("FAKE_STUMBLE", "refuse seed 1")
+    code, out, err = call("sweep", config, "--axis", "seed=0,1,2,3,4")
+    assert (code, together) == (1, [[0, 1], [2, 3], [4]])
+    points = json.loads(out.splitlines()[-1])["points"]
+    assert [point["status"] for point in points] == ["finished", "unfinished", *["finished"] * 3]
+    assert f"check failed: seed=1: rows must fit the pool, got 4; raise pool (traceback: runs/{points[1]['run']}" in err
+    monkeypatch.delenv("FAKE_STUMBLE")
+    assert call("sweep", config, "--axis", "seed=0,1,2,3,4", "--plot", "peak")[0] == 2  # said of the first point
+    assert call("sweep", config, "--axis", "seed=0,1,2,3,4")[0] == 0
+    assert together[3:] == [[1]]
 
 
 def test_what_the_experiment_refuses_for_all_points_together_is_a_sentence(call, config, monkeypatch):

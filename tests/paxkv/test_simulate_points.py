@@ -36,7 +36,7 @@ def test_points_that_share_a_program_are_what_they_are_alone(name):
     points = [point(*each, max_records=30) for each in asked]  # which several dispatches fill
     assert len({program_of(each) for each in points}) == 1
     ended = []
-    together = list(simulate_points(points, jax.devices()[:1], ended.append))
+    together = [found() for found in simulate_points(points, jax.devices()[:1], ended.append)]
     alone = [simulate(*point(*each, max_records=512)) for each in asked]
     assert [leaves(each) for each in together] == [leaves(each) for each in alone]
     assert [each.turns for each in together] == [each.turns for each in alone]
@@ -51,7 +51,7 @@ def test_points_of_several_programs_come_in_their_order():
     server = Simulator(MEMORIES["paged"], BUDGET, COST, max_stride=1, max_records=40)
     points = [Point(server, one), Point(server, other), Point(server, one)]
     assert [program_of(each) == program_of(points[0]) for each in points] == [True, False, True]
-    generated = [each.progress.generated.tolist() for each in simulate_points(points, jax.devices()[:1])]
+    generated = [found().progress.generated.tolist() for found in simulate_points(points, jax.devices()[:1])]
     assert generated == [[5, 2], [4], [5, 2]]
 
 
@@ -64,14 +64,15 @@ def test_what_a_program_is_made_of_makes_another_one(changes):
     assert program_of(Point(server, requests)) != program_of(Point(dataclasses.replace(server, **changes), requests))
 
 
-def test_a_point_that_cannot_go_on_is_told_when_it_is_due_and_not_before():
+def test_a_point_that_cannot_go_on_is_told_to_who_asks_for_it_alone():
     short = make_requests(None, np.array([3]), np.array([3]), np.zeros(1), seed=0)
     long = make_requests(None, np.array([3]), np.array([30]), np.zeros(1), seed=0)
     hours = Simulator(MEMORIES["paged"], BUDGET, StepCost(step_ns=3600 * 10**9), max_stride=1, max_records=40)
-    found = simulate_points([Point(hours, short), Point(hours, long)], jax.devices()[:1])
-    assert next(found).progress.generated.tolist() == [3]
+    points = [Point(hours, each) for each in (short, long, short)]
+    first, stopped, last = simulate_points(points, jax.devices()[:1])
+    assert first().progress.generated.tolist() == last().progress.generated.tolist() == [3]
     with pytest.raises(ValueError, match="the modelled clock passed 21474 s"):
-        next(found)
+        stopped()
 
 
 def test_points_without_an_axis_of_points_are_refused():

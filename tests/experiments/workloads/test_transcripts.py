@@ -67,6 +67,7 @@ def test_texts_that_do_not_go_with_the_requests_are_refused(system, asked, messa
     ("changes", "message"),
     [
         ({"count": 0}, "system_prompts.count must be"),
+        ({"count": 3 * 10**9}, "system_prompts.count: expected at most 1,048,576, got 3,000,000,000"),
         ({"tokens": 0}, "system_prompts.tokens must be"),
         ({"popularity": -1.0}, "system_prompts.popularity: expected a finite exponent, 0 or more, got -1.0"),
         ({"popularity": float("inf")}, "system_prompts.popularity: expected a finite"),
