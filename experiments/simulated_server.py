@@ -103,8 +103,10 @@ def resolve(config: Config) -> Config:
         )
     for name in config.slos:
         slo.preset(name)
+    make_simulator(config.server, config.memory)
     config = dataclasses.replace(config, workload=with_sha256(config.workload))
-    _ask(config, _load, _tokens_of)
+    workload = _load(config.workload, config.system_prompts, config.server.max_model_len, config.seed)
+    to_requests(workload, config.seed)
     return config
 
 
