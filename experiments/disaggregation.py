@@ -33,10 +33,9 @@ from pallas_kernels.targets import TARGETS
 from paxkv.config import MemoryConfig
 
 DESCRIPTION = "Prompts and answers on separate servers against one server of as many devices: TTFT, TPOT, goodput."
-_SLO_METRICS = ("goodput_per_s", "slo_share")
 GLOSSARY = {
     **metrics.GLOSSARY,
-    **{f"{preset}_{name}": f"{slo.GLOSSARY[name]}, under {preset}" for preset in slo.MLPERF for name in _SLO_METRICS},
+    **slo.PRESET_GLOSSARY,
     "devices": "of all servers of the arrangement",
     "unfinished": "requests that did not get all the tokens that they asked for",
     "moved_blocks": "blocks of prompts that went over the link",
@@ -45,11 +44,7 @@ GLOSSARY = {
     "link_busy_share": "share of the time from first arrival to last token in which something moved",
     "prompt_tokens_again": "tokens of prompts that the answering server computed, as a preemption had thrown them away",
 }
-MODELLED = (
-    metrics.MODELLED
-    | {f"{preset}_{name}" for preset in slo.MLPERF for name in _SLO_METRICS}
-    | {"link_ms_mean", "link_busy_share"}
-)
+MODELLED = metrics.MODELLED | slo.PRESET_GLOSSARY.keys() | {"link_ms_mean", "link_busy_share"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -275,10 +270,7 @@ def _measure(config: Config, requests: pl.DataFrame) -> dict[str, Any]:
     found = metrics.request_metrics(requests)
     found["unfinished"] = len(requests.filter(pl.col("generated") < pl.col("output_len")))
     kept = {name: found[name] for name in _KEPT if name in found}
-    for preset in config.slos:
-        within = slo.slo_metrics(requests, slo.preset(preset))
-        kept |= {f"{preset}_{name}": within[name] for name in _SLO_METRICS}
-    return kept
+    return kept | slo.preset_metrics(requests, config.slos)
 
 
 def failed_checks(results: Results) -> list[str]:
@@ -307,17 +299,11 @@ _ROWS = {
     "link_ms_mean": ("ms on the link, mean (modelled)", "{:,.2f}"),
     "link_busy_share": ("time in which the link is busy (modelled)", "{:.1%}"),
 }
-_SLO_ROWS = {"goodput_per_s": ("goodput, requests per s", "{:.2f}"), "slo_share": ("requests within", "{:.1%}")}
 
 
 def tables(results: Results) -> list[Table]:
     """A column for each arrangement."""
-    rows = dict(_ROWS)
-    for preset in slo.MLPERF:
-        if any(f"{preset}_goodput_per_s" in values for values in results.values()):
-            words = {name: (f"{text}, {preset} (modelled)", form) for name, (text, form) in _SLO_ROWS.items()}
-            rows |= {f"{preset}_{name}": word for name, word in words.items()}
-    return [columns(results, rows, "One server, or one for prompts and one for answers")]
+    return [columns(results, _ROWS | slo.preset_rows(results), "One server, or one for prompts and one for answers")]
 
 
 def figures(run_path: pathlib.Path) -> list[plots.Figure]:

@@ -28,14 +28,13 @@ from paxkv.simulate_points import Point, simulate_points
 from paxkv.sizes import require_int
 
 DESCRIPTION = "One simulated server under one load: latency, goodput, memory, preemptions; made to be swept (modelled)."
-_SLO_METRICS = ("goodput_per_s", "slo_share", "slo_p99_kept")
 GLOSSARY = {
     **metrics.GLOSSARY,
-    **{f"{preset}_{name}": f"{slo.GLOSSARY[name]}, under {preset}" for preset in slo.MLPERF for name in _SLO_METRICS},
+    **slo.PRESET_GLOSSARY,
     "stored_share": "share of the tokens of admitted requests that memory had stored already: hits, over hits and what "
     "was read",
 }
-MODELLED = metrics.MODELLED | {f"{preset}_{name}" for preset in slo.MLPERF for name in _SLO_METRICS}
+MODELLED = metrics.MODELLED | slo.PRESET_GLOSSARY.keys()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -188,10 +187,7 @@ def measure(config: Config, simulated: Simulated) -> dict[str, Any]:
     found |= metrics.memory_metrics(simulated.steps, config.server.budget_tokens())
     read = int(simulated.steps["prefill_tokens"].sum())
     found["stored_share"] = found["hit_tokens"] / max(found["hit_tokens"] + read, 1)
-    for name in config.slos:
-        of_slo = slo.slo_metrics(simulated.requests, slo.preset(name))
-        found |= {f"{name}_{metric}": of_slo[metric] for metric in _SLO_METRICS}
-    return found
+    return found | slo.preset_metrics(simulated.requests, config.slos)
 
 
 _ROWS = {
@@ -217,20 +213,11 @@ _ROWS = {
     "recompute_tokens": ("tokens to be computed again", "{:,}"),
     "steps": ("steps", "{:,}"),
 }
-_SLO_ROWS = {
-    "goodput_per_s": ("goodput, requests per s", "{:.2f}"),
-    "slo_share": ("requests within", "{:.1%}"),
-    "slo_p99_kept": ("99th percentiles within", "{}"),
-}
 
 
 def tables(results: Results) -> list[Table]:
     """Everything in one column."""
-    rows = dict(_ROWS)
-    for preset in slo.MLPERF:
-        if any(f"{preset}_slo_share" in values for values in results.values()):
-            rows |= {f"{preset}_{name}": (f"{text}, {preset} (modelled)", f) for name, (text, f) in _SLO_ROWS.items()}
-    return [columns(results, rows, "A simulated server")]
+    return [columns(results, _ROWS | slo.preset_rows(results), "A simulated server")]
 
 
 def figures(run_path: pathlib.Path) -> list[plots.Figure]:

@@ -1,7 +1,7 @@
 """Service-level objectives: which requests were served well enough, and how many of them a second."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
@@ -9,6 +9,7 @@ import polars as pl
 
 from experiments import metrics
 from experiments.errors import did_you_mean
+from experiments.results import Results
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +56,15 @@ GLOSSARY = {
 }
 MODELLED = frozenset(GLOSSARY)
 """Metrics that rest on the engine's modelled clock."""
+PRESET_GLOSSARY = {
+    f"{preset}_{name}": f"{words}, under {preset}" for preset in MLPERF for name, words in GLOSSARY.items()
+}
+"""The same under each of MLPerf's bounds."""
+_ROWS = {
+    "goodput_per_s": ("goodput, requests per s", "{:.2f}"),
+    "slo_share": ("requests within", "{:.1%}"),
+    "slo_p99_kept": ("99th percentiles within", "{}"),
+}
 
 
 def preset(name: str) -> Slo:
@@ -66,6 +76,22 @@ def preset(name: str) -> Slo:
     if name not in MLPERF:
         raise ValueError(f"slo: expected one of {', '.join(MLPERF)}, got {name!r}{did_you_mean(name, MLPERF)}")
     return MLPERF[name]
+
+
+def preset_metrics(requests: pl.DataFrame, names: Sequence[str]) -> dict[str, float | bool]:
+    """`slo_metrics` under each of these presets, whose name comes before that of the metric."""
+    under = {name: slo_metrics(requests, preset(name)) for name in names}
+    return {f"{name}_{metric}": value for name, found in under.items() for metric, value in found.items()}
+
+
+def preset_rows(results: Results) -> dict[str, tuple[str, str]]:
+    """Rows of a table, as `results.columns` takes them, of the presets under which anything was measured."""
+    there = [name for name in MLPERF if any(f"{name}_slo_share" in values for values in results.values())]
+    return {
+        f"{name}_{metric}": (f"{words}, {name} (modelled)", form)
+        for name in there
+        for metric, (words, form) in _ROWS.items()
+    }
 
 
 def slo_metrics(requests: pl.DataFrame, slo: Slo) -> dict[str, float | bool]:
