@@ -75,7 +75,10 @@ def make_cost(config: CostConfig, shape: KVShape | None = None, block_size: int 
     published = model_shape(config.model)
     shape = published if shape is None else shape
     if (shape.layers, shape.kv_heads, shape.head_dim) != (published.layers, published.kv_heads, published.head_dim):
-        raise ValueError(f"cost.model: expected the model whose keys and values are {shape}, got {config.model!r}")
+        raise ValueError(
+            f"cost.model: expected the model that is served, of {_words(shape)}, got {config.model!r}, of "
+            f"{_words(published)}; give both the same"
+        )
     return make_roofline(
         model_size(config.model),
         dataclasses.replace(shape, tensor_parallel=config.tensor_parallel, replicate_kv_heads=True),
@@ -84,3 +87,7 @@ def make_cost(config: CostConfig, shape: KVShape | None = None, block_size: int 
         weight_dtype=config.weight_dtype,
         efficiencies=config.efficiencies,
     )
+
+
+def _words(shape: KVShape) -> str:
+    return f"{shape.layers} layers, {shape.kv_heads} KV heads and head_dim {shape.head_dim}"
