@@ -57,7 +57,7 @@ def test_knobs_of_the_other_kind_and_unknown_names_are_refused(raw, said):
 
 
 def test_keys_and_values_of_another_model_are_refused():
-    said = r"cost.model: expected the model that is served, of \d+ layers, 4 KV .*, got 'Llama-2-70B', of 80 layers, 8 KV"
+    said = r"cost.model: expected the model that is served, of .* 4 KV heads .*, got 'Llama-2-70B', of 80 layers, 8 KV"
     with pytest.raises(ValueError, match=said):
         make_cost(decoded(**LLAMA), model_shape("Yi-6B"))
 
