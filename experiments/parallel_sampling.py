@@ -21,6 +21,7 @@ from paxkv.capacity import kv_budget, parse_size
 from paxkv.config import MemoryConfig, make_memory
 from paxkv.cost_model import StepCost
 from paxkv.engine import Engine
+from paxkv.memory import KVMemory
 from paxkv.policy import Policy
 from paxkv.requests import make_requests
 from paxkv.sizes import require_int
@@ -137,12 +138,14 @@ def resolve(config: Config) -> Config:
         raise ValueError(f"near_tie: expected a finite difference of logits, 0 or more, got {config.near_tie}")
     require_int("steps_per_dispatch", config.steps_per_dispatch)
     inputs = _load(config)
-    host_blocks = [_engine(config, inputs, case).memory.host_blocks for case in cases(config)]
+    host_blocks = [_memory(config, inputs, case).host_blocks for case in cases(config)]
     if (config.policy.preemption == "swap") != any(host_blocks):
         raise ValueError(
             "swap_space: expected room for at least one block with policy.preemption: swap, and '0 GiB' otherwise, "
             f"got {config.swap_space!r} with policy.preemption: {config.policy.preemption}"
         )
+    for case in cases(config):
+        _engine(config, inputs, case)
     workload = with_sha256(config.workload)
     return dataclasses.replace(config, model_sha256=inputs.facts["model_sha256"], workload=workload)
 
@@ -177,18 +180,21 @@ def _budget(config: Config) -> int:
     return kv_budget(parse_size(config.kv_memory, "kv_memory"), "1")
 
 
+def _memory(config: Config, inputs: Inputs, case: Case) -> KVMemory[Any]:
+    return make_memory(
+        MemoryConfig("paged", config.block_size, forks=case.shares, swap_space=config.swap_space),
+        inputs.shape,
+        _budget(config),
+        config.rows,
+        config.max_model_len,
+        windows=inputs.decode.config.windows,
+        max_chunk=config.token_budget,
+    )
+
+
 def _engine(config: Config, inputs: Inputs, case: Case) -> Engine:
-    memory = MemoryConfig("paged", config.block_size, forks=case.shares, swap_space=config.swap_space)
     return Engine(
-        make_memory(
-            memory,
-            inputs.shape,
-            _budget(config),
-            config.rows,
-            config.max_model_len,
-            windows=inputs.decode.config.windows,
-            max_chunk=config.token_budget,
-        ),
+        _memory(config, inputs, case),
         inputs.decode,
         config.token_budget,
         config.cost,

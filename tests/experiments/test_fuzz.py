@@ -85,8 +85,6 @@ def test_a_write_into_the_wrong_slot_is_seen_by_who_reads(changed):
 
 
 def test_a_fault_that_is_not_recorded_is_noticed(changed):
-    record = paged.record
-    changed.setattr(paged, "record", record)
     changed.setattr("paxkv.seqs.record", lambda faults, outcome, bad: faults)
     played = play(PLAIN, "plain", 0, 500)
     assert "faults_are_recorded" in played.first.checks
