@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import pytest
 
+from paxkv import simulate_points as simulate_points_module
 from paxkv.cost_model import StepCost
 from paxkv.policy import FIRST_COME, choices
 from paxkv.requests import make_requests
@@ -53,6 +54,14 @@ def test_points_of_several_programs_come_in_their_order():
     assert [program_of(each) == program_of(points[0]) for each in points] == [True, False, True]
     generated = [found().progress.generated.tolist() for found in simulate_points(points, jax.devices()[:1])]
     assert generated == [[5, 2], [4], [5, 2]]
+
+
+def test_more_points_than_are_computed_together_come_in_their_order(monkeypatch):
+    monkeypatch.setattr(simulate_points_module, "MOST_TOGETHER", 2)
+    server = Simulator(MEMORIES["paged"], BUDGET, COST, max_stride=1, max_records=40)
+    asked = [make_requests(None, np.array([3]), np.array([n]), np.zeros(1), seed=0) for n in (5, 2, 4, 3)]
+    found = simulate_points([Point(server, requests) for requests in asked], jax.devices()[:2])
+    assert [each().progress.generated.tolist() for each in found] == [[5], [2], [4], [3]]
 
 
 @pytest.mark.parametrize(
