@@ -25,6 +25,9 @@ NOT_AWAITED = each(test_scheduler_groups.test_nobody_waits_for_one_of_a_group_th
 GROUPS = each(
     test_scheduler_groups.test_groups_run_and_leave_as_a_whole_and_one_at_most_waits_for_its_members, "in_order"
 )
+PASSED_OVER = each(
+    test_scheduler_groups.test_groups_run_and_leave_as_a_whole_and_one_at_most_waits_for_its_members, "overtaking"
+)
 SWAPS = each(test_scheduler_groups.test_groups_run_and_leave_as_a_whole_and_one_at_most_waits_for_its_members, "swap")
 COMPLETED = each(test_scheduler_groups.test_who_completes_a_group_may_have_the_blocks_that_are_kept_back, ())
 NEVER_BACK = each(test_scheduler_groups.test_who_can_never_come_back_from_the_host_is_refused_and_leaves_it, ())
@@ -262,7 +265,7 @@ MISTAKES = {
     ),
     "the others of a group wait their turn": (
         waiting,
-        GROUPS,
+        PASSED_OVER,
         "return state, jnp.where(completes, jnp.argmax(missing).astype(jnp.int32), following), completes",
         "return state, following, completes",
     ),
