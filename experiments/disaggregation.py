@@ -262,7 +262,7 @@ def joined(read: pl.DataFrame, moved: pl.DataFrame, answered: pl.DataFrame, work
 
 _KEPT = (
     *("served", "unfinished", "preemptions", "makespan_s", "output_tokens_per_s", "normalized_latency_ms"),
-    *(f"{name}_ms_{of}" for name in ("ttft", "tpot") for of in ("mean", "p50", "p99")),
+    *metrics.LATENCY_ROWS,
 )
 
 
@@ -289,11 +289,7 @@ _ROWS = {
     "served": ("requests served", "{:,}"),
     "preemptions": ("preemptions", "{:,}"),
     "output_tokens_per_s": ("output tokens per s (modelled)", "{:,.0f}"),
-    **{
-        f"{name}_ms_{of}": (f"{name.upper()} {of}, ms (modelled)", "{:,.1f}")
-        for name in ("ttft", "tpot")
-        for of in ("mean", "p50", "p99")
-    },
+    **metrics.LATENCY_ROWS,
     "moved_blocks": ("blocks moved", "{:,}"),
     "moved_gb": ("GB moved", "{:,.1f}"),
     "link_ms_mean": ("ms on the link, mean (modelled)", "{:,.2f}"),

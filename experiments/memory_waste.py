@@ -19,7 +19,7 @@ from experiments.progress import Progress
 from experiments.published import Published
 from experiments.results import Results, Table, columns
 from experiments.run_directory import RunDirectory
-from experiments.simulation import Server, make_simulator, simulate_load, simulated_part
+from experiments.simulation import Server, make_simulator, require_served, simulate_load, simulated_part
 from experiments.workloads.config import WorkloadConfig, with_sha256
 from paxkv.config import MemoryConfig
 from paxkv.sizes import require_int
@@ -132,8 +132,7 @@ def measure(steps: pl.DataFrame, budget_tokens: float) -> dict[str, float]:
     Raises:
       ValueError: nothing was computed, so that the memory lay idle.
     """
-    if not int(steps["new_tokens"].sum()):
-        raise ValueError("workload: expected a request that can be served, got none; are its prompts too long?")
+    require_served(int(steps["new_tokens"].sum()))
     found = metrics.memory_metrics(steps, budget_tokens)
     return {
         "token_states": found["pool_utilization"],

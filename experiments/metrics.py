@@ -37,6 +37,12 @@ MODELLED = frozenset(
     }
 )
 """Metrics that rest on the engine's modelled clock."""
+LATENCY_ROWS = {
+    f"{name}_ms_{of}": (f"{name.upper()} {of}, ms (modelled)", "{:,.1f}")
+    for name in ("ttft", "tpot")
+    for of in ("mean", "p50", "p99")
+}
+"""Rows of a table, as `results.columns` takes them, of the latencies that servers are compared by."""
 GLOSSARY = {
     "peak_running": "most requests that held memory at once",
     "mean_running": "requests that held memory, average over the time in which others were queueing "

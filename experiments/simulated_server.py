@@ -18,7 +18,7 @@ from experiments import files, jax_setup, metrics, plots, slo
 from experiments.progress import Progress
 from experiments.results import Results, Table, columns
 from experiments.run_directory import RunDirectory
-from experiments.simulation import Server, Simulated, make_simulator, to_requests, to_tables
+from experiments.simulation import Server, Simulated, make_simulator, require_served, to_requests, to_tables
 from experiments.workloads.config import WorkloadConfig, load_workload, with_sha256
 from experiments.workloads.streams import stream
 from experiments.workloads.transcripts import SystemPrompts, transcripts, with_system_prompts
@@ -181,8 +181,7 @@ def measure(config: Config, simulated: Simulated) -> dict[str, Any]:
     Raises:
       ValueError: nobody was served, which says nothing of a server.
     """
-    if not int(simulated.requests["generated"].sum()):
-        raise ValueError("workload: expected a request that can be served, got none; are its prompts too long?")
+    require_served(int(simulated.requests["generated"].sum()))
     found: dict[str, Any] = {**metrics.request_metrics(simulated.requests)}
     found |= metrics.memory_metrics(simulated.steps, config.server.budget_tokens())
     read = int(simulated.steps["prefill_tokens"].sum())
@@ -196,11 +195,7 @@ _ROWS = {
     "requests_per_s": ("requests per s (modelled)", "{:,.2f}"),
     "output_tokens_per_s": ("output tokens per s (modelled)", "{:,.0f}"),
     "normalized_latency_ms": ("normalised latency, ms a token (modelled)", "{:,.1f}"),
-    **{
-        f"{name}_ms_{of}": (f"{name.upper()} {of}, ms (modelled)", "{:,.1f}")
-        for name in ("ttft", "tpot")
-        for of in ("mean", "p50", "p99")
-    },
+    **metrics.LATENCY_ROWS,
     "mean_running": ("mean running requests", "{:.1f}"),
     "peak_running": ("most running requests", "{:,}"),
     "queueing_share": ("time with requests queueing", "{:.1%}"),

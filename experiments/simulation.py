@@ -123,11 +123,21 @@ def simulate_load(
         return simulate_workload(simulator, workload, to_requests(workload, seed), advance)
 
 
-def simulated_part(run_dir: RunDirectory, name: str, simulate: Callable[[], Simulated]) -> Kept:
+def require_served(served: int) -> None:
+    """Refuses to measure a simulation in which nobody was served: it says nothing of a server.
+
+    Args:
+      served: whatever is 0 then, such as the tokens that were computed.
+    """
+    if not served:
+        raise ValueError("workload: expected a request that can be served, got none; are its prompts too long?")
+
+
+def simulated_part(run_dir: RunDirectory, name: str, compute: Callable[[], Simulated]) -> Kept:
     """The tables of a part of a run, simulated unless the part is finished."""
     part = run_dir.finished_part(name)
     if part is None:
-        simulated = simulate()
+        simulated = compute()
         with run_dir.part(name) as part:
             part.write_parquet("steps.parquet", simulated.steps)
             part.write_parquet("requests.parquet", simulated.requests)

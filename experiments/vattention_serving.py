@@ -21,7 +21,7 @@ from experiments.progress import Progress
 from experiments.published import Published
 from experiments.results import Results, Table, label
 from experiments.run_directory import RunDirectory
-from experiments.simulation import Server, make_simulator, simulate_load, simulated_part
+from experiments.simulation import Server, make_simulator, require_served, simulate_load, simulated_part
 from experiments.vattention_sizes import require_call_us
 from experiments.workloads.config import WorkloadConfig, with_sha256
 from paxkv.config import MemoryConfig
@@ -147,8 +147,7 @@ def measure(simulator: Simulator, steps: pl.DataFrame, requests: pl.DataFrame, t
     """
     memory, call_ns = _pages(simulator), simulator.cost.map_call_ns
     first_tokens = requests["first_token_ms"].drop_nulls().sort()
-    if first_tokens.is_empty():
-        raise ValueError("workload: expected a request that can be served, got none; are its prompts too long?")
+    require_served(len(first_tokens))
     warm_ms = first_tokens[min(memory.rows, len(first_tokens)) - 1]
     waited = pl.col("sync_map_calls") > 0
     decode = steps.filter((pl.col("new_tokens") > 0) & (pl.col("prefill_tokens") == 0))
